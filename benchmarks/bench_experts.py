@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_experts --shape qwen3-30b-a3b --tokens 512,2048,8192 --out experts.jsonl
 
-`routed` is `specdec.ops.routed`, compiled as in an engine, `grouped_mm` transformers' form of the same module. The
-least time is the larger of the distinct experts' bytes over the rate of memory and the operations over the rate of a
+`routed` is `specdec.ops.mixtures`, compiled as in an engine, `grouped_mm` transformers' form of the same module.
+The least time is the larger of the distinct experts' bytes over the rate of memory and the operations over that of a
 large matmul, both measured here. Routes are uniform; four sets of them over two layers' weights are timed in one graph.
 """
 
@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from benchmarks.document import publish, usage
 from benchmarks.given import Listed, ResultFile
 from benchmarks.shapes import SHAPES
-from specdec.ops.experts import grouped_swiglu, mixtures
+from specdec.ops.mixtures.choice import mixtures, own_form
 
 
 def seconds_of(launches: list[Callable[[], Any]], repeats: int = 9) -> float:
@@ -72,7 +72,7 @@ def main(shape: str, tokens: list[int], out: Path) -> None:
         found = mixtures(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))[-2:]
     experts, size = found[0].num_experts, sum(p[0].numel() for p in found[0].parameters())
     chosen, memory_rate, matmul_rate = config.num_experts_per_tok, *rates()
-    forms = {"routed": torch.compile(grouped_swiglu), "grouped_mm": ALL_EXPERTS_FUNCTIONS["grouped_mm"]}
+    forms = {"routed": torch.compile(own_form), "grouped_mm": ALL_EXPERTS_FUNCTIONS["grouped_mm"]}
     for count in tokens:
         x = torch.randn(count, config.hidden_size, device="cuda").bfloat16()
         sets = [torch.rand(count, experts, device="cuda").topk(chosen, -1).indices for _ in range(4)]

@@ -37,7 +37,7 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
 from benchmarks.workload import Load
 from specdec.compiler import passes
-from specdec.ops import experts
+from specdec.ops.mixtures import choice
 from specdec.requests.sampling import SamplingParams
 
 PROMPT, FORMS = 512, ("grouped", "paired")
@@ -47,8 +47,7 @@ PROMPT, FORMS = 512, ("grouped", "paired")
 def _as_before() -> Iterator[None]:
     """Engines that are made inside run mixtures as the commit before did; the compiler's cache knows them apart."""
     with (
-        patch.object(experts, "_gating", lambda *_: None),
-        patch.object(experts, "_is_plain_fp8", lambda _: False),
+        patch.object(choice, "gating_of", lambda _: None),
         patch.object(passes, "choose_at_once", lambda _: None),
         patch.object(passes.Rewriting, "uuid", lambda _: "benchmark-as-before"),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from specdec.wrapped.mxfp4 import Mxfp4Experts, keep_in_mxfp4
+from specdec.wrapped.quantised_layers import Mxfp4Experts, keep_in_mxfp4
 
 _EXPONENTS = 118, 121
 """Of weights of about 0.01."""

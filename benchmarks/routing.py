@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from specdec.ops.experts import CAPTURABLE
-from specdec.wrapped import fp8
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.ops.mixtures.choice import CAPTURABLE
+from specdec.wrapped import quantised_layers
+from specdec.wrapped.quantised_layers import Mxfp4Experts
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class HeldRoutes:
             if isinstance(mixture, Mxfp4Experts):
                 mixture.__class__ = _HeldMxfp4
         ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, partial(_held, ALL_EXPERTS_FUNCTIONS[CAPTURABLE]))
-        fp8.fp8_experts = partial(_held, fp8.fp8_experts)
+        quantised_layers.own_form = partial(_held, quantised_layers.own_form)
         size = _size(own[0])
         return cls(tuple(tables), len(own), size, sum(p[0].nbytes for p in own[0].parameters()) / size)
 

@@ -19,7 +19,7 @@ from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, bui
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning
 from specdec.wrapped.long_rope import find_long_rope
-from specdec.wrapped.probing import placeholders
+from specdec.wrapped.target import placeholders
 
 Outcome = Literal[
     "exact", "exact, limited", "near ties", "refused", "WRONG", "unnamed exception", "not built", "crashed", "timed out"

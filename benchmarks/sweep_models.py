@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from attention.spec import AttentionSpec
 from benchmarks.sweep_configs import VOCAB, Case, tiny_config
-from drafters.base import Attend
-from drafters.loops.base import LoopSize
+from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 from specdec.errors import ModelLoadError
-from specdec.loading.auto_classes import auto_class
+from specdec.loading.targets import auto_class
 from specdec.selftest.twin import enlarge
 
 MOST_PARAMETERS = 20_000_000
@@ -51,7 +50,7 @@ def build(case: Case) -> PreTrainedModel:
     try:
         config = tiny_config(case)
         if case.wrapper is not None:
-            auto_class(config, case.wrapper)
+            auto_class(config)
         with torch.device("meta"):
             size = sum(p.numel() for p in _model(case, config).parameters())
     except ModelLoadError:
@@ -74,7 +73,7 @@ def _model(case: Case, config: Any) -> PreTrainedModel:
     if case.class_name is not None:
         model: PreTrainedModel = getattr(transformers, case.class_name)(config)
         return model
-    loader = AutoModelForCausalLM if case.wrapper is None else auto_class(config, case.wrapper).loader
+    loader = AutoModelForCausalLM if case.wrapper is None else auto_class(config).loader
     return loader.from_config(config)
 
 

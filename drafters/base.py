@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from drafters.attend import Attend as Attend
-
 if TYPE_CHECKING:
     import torch
 
     from attention.spec import AttentionSpec
-    from drafters.loops.base import DraftLoop, LoopSize
+    from drafters.loops.base import Attend, DraftLoop, LoopSize
 
 FINAL_NORM = -1
 """Aux layer of the target's state after its final norm (the input of lm_head). Other aux layers are numbers b >= 0: the

@@ -6,13 +6,14 @@ ids are compared, round by round, with this function's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from attention.backends.reference import attend as dense_attend
 from attention.errors import InvalidInputError
-from drafters.base import Attend, Head
+from drafters.base import Head
+from drafters.loops.base import Attend
 from drafters.mtp.head import MtpStack
 
 ChooseDraft = Callable[[int, torch.Tensor], torch.Tensor]
@@ -51,18 +52,7 @@ def oracle_drafts(
         raise InvalidInputError(
             f"only_last is for heads with one attention layer; this one has {len(head.attention_specs)}"
         )
-    hidden = head.fuse(aux_hidden_states)  # [L, H]
-    ids = token_ids[1:]
-    drafts: list[int] = []
-    for _ in range(num_drafts):
-        positions = torch.arange(len(ids), device=ids.device)
-        x = head.forward(ids, hidden, positions, _full_attend(head, len(ids), 1 if only_last else len(ids)))
-        last = x[-1:]
-        chosen = choose(len(token_ids) + len(drafts), head.logits(last))
-        drafts.append(int(head.to_target_ids(chosen)[0]))
-        ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
-        hidden = torch.cat([hidden, head.feedback(last)])
-    return drafts
+    return _drafts((head,), token_ids, head.fuse(aux_hidden_states), num_drafts, choose, only_last)
 
 
 def oracle_module_drafts(
@@ -74,26 +64,37 @@ def oracle_module_drafts(
     committed states has too few rows for some modules: it gets at most L+1 drafts.
     """
     most = num_drafts if len(states) >= stack.num_modules else len(states) + 1
-    ids, base = token_ids, states
-    drafts: list[int] = []
-    for step in range(min(num_drafts, most)):
-        hidden, rows, m = base, len(base), step % stack.num_modules
+    return _drafts(stack.mtp_modules, token_ids, states, min(num_drafts, most), choose)
+
+
+def _drafts(
+    modules: Sequence[Head],
+    token_ids: torch.Tensor,
+    base: torch.Tensor,
+    num_drafts: int,
+    choose: ChooseDraft,
+    only_last: bool = False,
+) -> list[int]:
+    """Drafts of modules that take turns, or of one head; base: [L, H], what the first one reads."""
+    ids, drafts = token_ids, list[int]()
+    for step in range(num_drafts):
+        hidden, rows, m = base, len(base), step % len(modules)
         positions = torch.arange(rows, device=ids.device)
-        for k in range(m + 1):
-            module = stack.module(k)
-            x = module.forward(ids[1 + k : 1 + k + rows], hidden, positions, _full_attend(module, rows))
+        for k, module in enumerate(modules[: m + 1]):
+            attend = _full_attend(module, rows, 1 if only_last else rows)
+            x = module.forward(ids[1 + k : 1 + k + rows], hidden, positions, attend)
             hidden = module.feedback(x)
         chosen = choose(len(token_ids) + len(drafts), module.logits(x[-1:]))
         drafts.append(int(module.to_target_ids(chosen)[0]))
         ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
-        if m == stack.num_modules - 1:
-            base = torch.cat([base, hidden[-stack.num_modules :]])
+        if m == len(modules) - 1:
+            base = torch.cat([base, hidden[-len(modules) :]])
     return drafts
 
 
-def _full_attend(head: Head, length: int, queries: int | None = None) -> Attend:
-    """Attention over `length` positions, of the last `queries` of them (default all); 0 for the others."""
-    first = 0 if queries is None else length - queries
+def _full_attend(head: Head, length: int, queries: int) -> Attend:
+    """Attention over `length` positions, of the last `queries` of them; 0 for the others."""
+    first = length - queries
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attention_spec = head.attention_specs[layer]

@@ -14,6 +14,7 @@ Source: EAGLE-3, arXiv 2503.01840, section 3.2; SafeAILab/EAGLE eagle/traineagle
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 
@@ -93,3 +94,26 @@ def unroll(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor,
         outputs.append(head.forward(tokens, hidden, positions + step, attend))
         hidden = head.feedback(outputs[-1])
     return outputs
+
+
+_MARGIN, _SIGMAS = 0.1, 4.0
+"""A gain is clear from this much on, and from this many standard errors on."""
+
+
+class Gain(NamedTuple):
+    """By how much one way of running a head is better than another on the same places: mean and standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, differences: torch.Tensor) -> Gain:
+        """differences: [n], of each place; the error of fewer than two is infinite."""
+        count = len(differences)
+        error = float(differences.double().std()) / count**0.5 if count > 1 else float("inf")
+        return cls(float(differences.double().mean()) if count else 0.0, error)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is better beyond doubt."""
+        return self.mean >= max(_MARGIN, _SIGMAS * self.error)

@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 import specdec
 from specdec import SpeculativeModel
 from specdec.extensions.rollouts.trl import rollout_func
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 
 MOST_NEW, TEMPERATURE = 24, 2.0
 PROMPTS = [f"Question: Anna has {n} apples and buys {m} more. How many?\nAnswer:" for n in (3, 5, 8) for m in (2, 4)]

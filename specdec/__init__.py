@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from specdec.extensions.attached.attach import Attachment, attach
     from specdec.extensions.attached.custom import custom_generate
     from specdec.extensions.handoff.moved import Handoff
-    from specdec.loading.draft_vocabulary import draft_vocab_of
+    from specdec.loading.heads import draft_vocab_of
     from specdec.model import SpeculativeModel
     from specdec.requests.grammar import Grammar
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
-    from specdec.requests.scores import Score
+    from specdec.requests.submission import Score
 
 __all__ = [
     "Attachment",
@@ -98,13 +98,13 @@ _HOMES = {
     "Attachment": "specdec.extensions.attached.attach",
     "attach": "specdec.extensions.attached.attach",
     "custom_generate": "specdec.extensions.attached.custom",
-    "draft_vocab_of": "specdec.loading.draft_vocabulary",
+    "draft_vocab_of": "specdec.loading.heads",
     "row_wise": "specdec.extensions.attached.asked",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",
     "Handoff": "specdec.extensions.handoff.moved",
     "SamplingParams": "specdec.requests.sampling",
-    "Score": "specdec.requests.scores",
+    "Score": "specdec.requests.submission",
     "SpeculativeModel": "specdec.model",
     "StreamUpdate": "specdec.engine.streams",
 }

@@ -9,9 +9,9 @@ from attention.spec import Reach
 from specdec.errors import InvalidInputError
 
 KV_CACHE_DTYPES = ("auto", "fp8")
-"""How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
+"""How the target's keys and values are stored, see `specdec.loading.cache_format.kv_format`."""
 KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")
-"""Order inside a page of the target's and the head's cache, see `specdec.loading.backends.kv_layout`."""
+"""Order inside a page of the target's and the head's cache, see `specdec.loading.cache_format.kv_layout`."""
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 """Drafts of sampled rows: drawn from the head's distribution, or its most probable token. Both are lossless."""
 MAX_NUM_PREFILL_TOKENS = 512
@@ -60,7 +60,7 @@ class EngineConfig:
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
         keep_prefixes: keep those of earlier calls where a hook or parametrization of the target has hidden state, see
-            `specdec.wrapped.versions`.
+            `specdec.wrapped.changes`.
         max_waiting_requests: most requests beyond `max_num_seqs` that may be in the engine; None: any number.
         extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
     """

@@ -25,10 +25,13 @@ _EXTENSIONS = (
 )
 OLD_NAMES = {
     **{f"specdec.{name}": f"specdec.extensions.{name}" for name in _EXTENSIONS},
+    "specdec.loading.builtin": "specdec.loading.names",
+    "specdec.loading.draft_vocabulary": "specdec.loading.heads",
     "specdec.logits.options": "specdec.options.logits_options",
     "specdec.option_kinds": "specdec.options.kinds",
     "specdec.ray": "specdec.extensions.batches.ray",
     **{f"specdec.requests.{name}": f"specdec.options.{name}" for name in ("arguments", "generation_config")},
+    "specdec.requests.scores": "specdec.requests.submission",
     "specdec.service.openai_format": "specdec.extensions.openai_format",
 }
 """Modules and packages by the names of an earlier release; modules below them are found, too."""

@@ -76,6 +76,14 @@ def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = 
     except Exception as error:
         first = error
     try:
+        return raised_again(first, job, undo)
+    finally:
+        del first
+
+
+def raised_again(first: Exception, job: Callable[[], object], undo: Callable[[], object] | None) -> Exception | None:
+    """`raised_twice` from where the job's first run has raised `first`."""
+    try:
         if not is_from_signal(first):
             if undo is not None:
                 undo()

@@ -19,15 +19,14 @@ from specdec.engine.streams import Stream, StreamUpdate, collected, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import FREED, Parts, assemble, dismantle
-from specdec.loading.memory import memory_named
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
+from specdec.loading.sizes import memory_named
 from specdec.options.load_options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
-from specdec.requests.scores import Score, scores, to_be_scored
 from specdec.requests.shown import model_html, model_line, with_bar
-from specdec.requests.submission import Params, Submission, check_each, submissions
+from specdec.requests.submission import Params, Score, Submission, check_each, scores, submissions, to_be_scored
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group

@@ -38,7 +38,7 @@ def at_home(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractC
     """Torch's thread-local state, the same for every round: device, stream (None on a CPU), no autocast."""
     use_own_threads()
     autocast = torch.is_autocast_enabled(device.type)
-    default = has_default_device()
+    default = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     if stream is None and not autocast and not default:
         return nullcontext()
     home = ExitStack()
@@ -50,11 +50,6 @@ def at_home(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractC
     if default:
         home.enter_context(no_default_device())
     return home
-
-
-def has_default_device() -> bool:
-    """Whether this thread's tensors are made elsewhere than on the CPU where no device is named."""
-    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def untimed_guards() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def small_caches() -> Iterator[None]:
     """A KV cache whose size nobody gives has 64 MiB, not 1 GiB: zeroing that takes longer than all else in loading."""
-    with patch("specdec.loading.groups._CPU_CACHE_BYTES", 1 << 26):
+    with patch("specdec.loading.sizes._CPU_CACHE_BYTES", 1 << 26):
         yield
 
 
@@ -253,8 +253,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped without one.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are deselected without one: two thousand that would each be reported as skipped.
 
     Tests of several ranks come first: of xdist's workers, which begin at different places, one runs them all. As the
     last ones they would be shared, and four processes that wait for each other share two processors badly.
@@ -262,9 +262,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name != "parallel")
     if torch.cuda.is_available():
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu:
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=of_gpu)
 
 
 def pytest_collection_finish() -> None:

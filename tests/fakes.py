@@ -25,8 +25,8 @@ from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, write
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.base import Attend, Head
-from drafters.loops.base import LoopSize
+from drafters.base import Head
+from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 from specdec.loading import targets
 from specdec.loading.checkpoint import find_checkpoint

@@ -153,8 +153,10 @@ def single_heirs(root: Path) -> list[str]:
                 made.update(map(_base, [node.func, *given]))  # who is given a class makes instances of it
             elif isinstance(node, ast.Assign) and any(_base(target) == "__class__" for target in node.targets):
                 made.add(_base(node.value))
+            elif isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+                made.update(map(_base, node.value.elts))  # as the pair of classes by which handoff moves requests
             elif isinstance(node, ast.Dict):
-                made.update(map(_base, node.values))  # as the table by which `specdec.wrapped.fp8` gives layers a class
+                made.update(map(_base, node.values))  # as that by which wrapped.quantised_layers gives layers a class
     is_open = {name for name, node in own.items() if {"Protocol", "ABC", "Exception"} & set(map(_base, node.bases))}
     return sorted(n for n in own if bases[n] == 1 and n not in made | is_open and not n.endswith("Error"))
 

@@ -13,8 +13,7 @@ from fakes import TINY, VOCAB, enlarge
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from attention.spec import AttentionSpec
-from drafters.base import Attend
-from drafters.loops.base import LoopSize
+from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 
 _LINEAR = ["linear_attention", "full_attention"] * 2

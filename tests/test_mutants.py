@@ -140,7 +140,7 @@ import sys
 from tests.mutants.entries import Mutant
 from tests.mutants.run import judge_all, preload
 preload()
-(judged,) = judge_all([Mutant(*sys.argv[1:6], (sys.argv[6],), "quick")], 1)
+(judged,) = judge_all([Mutant(*sys.argv[1:6], (sys.argv[6] + "::test_norm",), "quick")], 1)
 print(judged.found, judged.by)
 """
     given = [value if isinstance(value, str) else value[0] for value in vars(KERNEL).values() if value][:6]

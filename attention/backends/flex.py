@@ -44,7 +44,7 @@ def tile_size(packed: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class QueryTiles:
     """Queries of a batch in tiles of one row each; a packed query is a token and one of the G heads of a KV head.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tiles:
     place: np.ndarray
 
     @classmethod
-    def of(cls, host: HostBatch, groups: int, tile: int, window: int | None) -> Tiles:
+    def of(cls, host: HostBatch, groups: int, tile: int, window: int | None) -> QueryTiles:
         """The tiles of a batch with `groups` query heads a KV head."""
         packed = host.query_lens * groups
         counts = -(-packed // tile)
@@ -131,7 +131,7 @@ class Tiles:
 def _pages(
     oldest: np.ndarray, newest: np.ndarray, window: int | None, page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """begin, end, whole_begin, whole_end of `Tiles`, for tiles of queries from position oldest to newest.
+    """begin, end, whole_begin, whole_end of `QueryTiles`, for tiles of queries from position oldest to newest.
 
     Queries at 20 … 22 on pages of 8: all see pages 0 and 1 whole, page 2 partly; with a window of 12 page 0 is out of
     sight, and of page 1 the query at 22 no longer sees key 10:
@@ -191,7 +191,7 @@ class FlexBuilder:
         host.validate_pages(group.num_pages)
         groups = key.num_q_heads // key.num_kv_heads
         tile = tile_size(int(host.query_lens.max(initial=1)) * groups)
-        sent = self._sent(Tiles.of(host, groups, tile, key.window).arrays(host, group.num_pages))
+        sent = self._sent(QueryTiles.of(host, groups, tile, key.window).arrays(host, group.num_pages))
         partly, pages, whole, whole_pages, owned, logical, row_start, position, token, head, place = sent
         logical_page = logical.new_full((max(2, host.num_reqs) * group.num_pages,), -1)
         logical_page[owned] = logical

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, Descriptors, RankTable, Segment, merged
+from attention.transport.region_tables import Bound, CopyRange, Descriptors, RankTable
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
@@ -38,7 +38,7 @@ class _Peer:
     """A rank of a source that was added: its agent's name, and the prepared lists of both sides in one order."""
 
     agent: str
-    segments: tuple[Segment, ...]
+    segments: tuple[CopyRange, ...]
     local: Descriptors
     remote: Descriptors
     local_list: Any
@@ -106,8 +106,7 @@ class NixlTransport:
             errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError, TypeError)
             try:
                 for rank in plan.source.ranks:
-                    segments = merged(plan.of_rank(rank.rank), plan.local, plan.source.ranks)
-                    if segments:
+                    if segments := plan.of_rank(rank.rank):
                         peer = self._peer(plan, rank, segments)
                         ours, theirs = peer.local.index(plan.local_blocks), peer.remote.index(plan.remote_blocks)
                         lists = (peer.local_list, ours, peer.remote_list, theirs)
@@ -116,9 +115,9 @@ class NixlTransport:
             except errors as error:
                 self.failed(plan.source.engine)
                 failed = error  # other ranks may be writing already: raised once none is
-            return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, failed)
+            return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, self._errors, failed)
 
-    def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[Segment, ...]) -> _Peer:
+    def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[CopyRange, ...]) -> _Peer:
         key = (plan.source.engine, rank.rank)
         known = self._peers.get(key)
         if known is not None and known.segments == segments:
@@ -180,23 +179,18 @@ class NixlTransport:
             self._registered, self._bounds = None, ()
 
 
+@dataclass(eq=False)
 class NixlRead:
-    """A `Read`: one READ of each rank of the source."""
+    """A `Read`: one READ of each rank of the source, those of `handles` not ended. error: why it failed."""
 
-    def __init__(
-        self,
-        transport: NixlTransport,
-        agent: Any,
-        handles: list[Any],
-        plan: ReadPlan,
-        bounds: Sequence[Bound],
-        lock: threading.RLock,
-        failed: Exception | None = None,
-    ) -> None:
-        self._transport, self._agent, self._handles, self._plan = transport, agent, handles, plan
-        self._bounds, self._lock = bounds, lock
-        self._error = failed
-        self._errors = _errors(nixl_module())
+    transport: NixlTransport
+    agent: Any
+    handles: list[Any]
+    plan: ReadPlan
+    bounds: Sequence[Bound]
+    lock: threading.RLock
+    errors: tuple[type[Exception], ...]
+    error: Exception | None = None
 
     def wait(self, deadline: float) -> None:
         """See `Read.wait`.
@@ -209,33 +203,33 @@ class NixlRead:
         while not self.settled:
             now = time.monotonic()
             if now >= deadline:
-                self._transport.late(self)
+                self.transport.late(self)
                 raise TransferTimeoutError(
-                    f"engine {self._plan.source.engine} sent {self._plan.num_bytes:,} bytes not before the deadline "
+                    f"engine {self.plan.source.engine} sent {self.plan.num_bytes:,} bytes not before the deadline "
                     f"({now - started:.1f} s after the read began): it hangs, or the network does"
                 )
             time.sleep(min(max(_PROMPTLY, (now - started) / 10), deadline - now))
-        if self._error is not None:
-            text = f"{type(self._error).__name__}: {self._error}"
-            raise TransferError(f"engine {self._plan.source.engine} is gone: {text}") from self._error
-        synchronize([bound.bytes for bound in self._bounds[:1]])
+        if self.error is not None:
+            text = f"{type(self.error).__name__}: {self.error}"
+            raise TransferError(f"engine {self.plan.source.engine} is gone: {text}") from self.error
+        synchronize(self.bounds)
 
     @property
     def settled(self) -> bool:
-        with self._lock:
-            self._handles = [handle for handle in self._handles if not self._ended(handle)]
-            return not self._handles
+        with self.lock:
+            self.handles = [handle for handle in self.handles if not self._ended(handle)]
+            return not self.handles
 
     def _ended(self, handle: Any) -> bool:
         try:
-            state = self._agent.check_xfer_state(handle)
-        except self._errors as error:
-            self._error = error
-            self._transport.failed(self._plan.source.engine)
+            state = self.agent.check_xfer_state(handle)
+        except self.errors as error:
+            self.error = error
+            self.transport.failed(self.plan.source.engine)
             return True
         if state == "ERR":
-            self._error = TransferError("NIXL says ERR")
-            self._transport.failed(self._plan.source.engine)
+            self.error = TransferError("NIXL says ERR")
+            self.transport.failed(self.plan.source.engine)
         if state in ("DONE", "ERR"):
             handle.release()
             return True

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,7 @@ def _bound(name: str, group: str, tensor: torch.Tensor, layer: LayerKV, head0: i
 
 
 @dataclass(frozen=True)
-class Segment:
+class CopyRange:
     """`length` bytes of every block, read from one place of a remote block to one of a local block.
 
     Attributes:
@@ -230,7 +230,7 @@ class Segment:
     length: int
 
 
-def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
+def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[CopyRange, ...]:
     """The bytes that a rank reads to fill its regions, head by head from the source rank that holds the head.
 
     If several source ranks hold a head, local ranks take turns among them, preferring ranks that hold exactly the same
@@ -240,14 +240,14 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
         HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
             a head is on no rank, or NHD pages have other heads on the other side.
     """
-    segments: list[Segment] = []
+    segments: list[CopyRange] = []
     for place, region in enumerate(local.regions):
         for start, stop, source in _sources(local.rank, region, sources):
             there = source.regions[source.by_name[region.name]]
             _check_layout(region, there)
             at, own = there.offset_of(start), region.offset_of(start)
             length = (stop - start) * region.head_bytes
-            segments.append(Segment(source.rank, source.by_name[region.name], at, place, own, length))
+            segments.append(CopyRange(source.rank, source.by_name[region.name], at, place, own, length))
     extra = sorted({name for source in sources for name in source.by_name} - set(local.by_name))
     if extra:
         raise HandoffMismatchError(f"the source has regions that this engine has not: {', '.join(extra[:4])}")
@@ -306,43 +306,13 @@ def _words(region: Region) -> str:
     return f"{region.head0} … {region.head0 + region.heads - 1}"
 
 
-def merged(segments: Sequence[Segment], local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
-    """Segments, joined where they follow each other in every block on both sides: keys and values of one tensor
-    [pages, 2, …] are one segment between ranks of the same heads, and two between others."""
-    ranks = {source.rank: source for source in sources}
-    found: list[Segment] = []
-    for segment in segments:
-        last = found[-1] if found else None
-        if last is not None and _follows(last, segment, local, ranks):
-            found[-1] = replace(last, length=last.length + segment.length)
-        else:
-            found.append(segment)
-    return tuple(found)
-
-
-def _follows(last: Segment, next_: Segment, local: RankTable, ranks: Mapping[int, RankTable]) -> bool:
-    if last.rank != next_.rank:
-        return False
-    theirs = ranks[last.rank].regions
-    sides = (
-        (local.regions[last.local], last.local_offset, local.regions[next_.local], next_.local_offset),
-        (theirs[last.remote], last.remote_offset, theirs[next_.remote], next_.remote_offset),
-    )
-    for before, offset, after, own in sides:
-        same = before.block_stride == after.block_stride and before.group == after.group
-        end = offset + last.length
-        if not same or before.base + end != after.base + own or end + next_.length > before.block_stride:
-            return False
-    return True
-
-
 class Descriptors:
     """A plan's descriptors on one side in one order: segment after segment, for each all blocks of its region.
 
     Registration, the lists of a peer and the indices of a transfer's descriptors are all made here.
     """
 
-    def __init__(self, segments: Sequence[Segment], table: RankTable, local: bool) -> None:
+    def __init__(self, segments: Sequence[CopyRange], table: RankTable, local: bool) -> None:
         """segments: reads from one source rank. table: the local rank's table, or the source rank's."""
         self._regions = [table.regions[s.local if local else s.remote] for s in segments]
         offsets = [s.local_offset if local else s.remote_offset for s in segments]

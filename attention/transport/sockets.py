@@ -14,13 +14,14 @@ import socketserver
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, Segment
-from attention.transport.transports import Granting, ReadPlan, put, synchronize, taken
+from attention.transport.region_tables import Bound, CopyRange
+from attention.transport.transports import Granting, ReadPlan, put, synchronize
 
 _LONGEST_LINE = 2**24
 _LAST_PORT = 2**16 - 1
@@ -94,17 +95,13 @@ class SocketTransport(Granting):
             error = self._refused(question)
             if error:
                 return [json.dumps({"error": error}).encode() + b"\n"]
-            pieces = [self._piece(question["blocks"], *segment) for segment in question["segments"]]
+            own = (self.piece(question["blocks"], *segment) for segment in question["segments"])
+            pieces = [piece.cpu().numpy().tobytes() for piece in own]
         return [json.dumps({"bytes": sum(map(len, pieces))}).encode() + b"\n", *pieces]
 
     def _refused(self, question: Mapping[str, Any]) -> str:
-        granted = self._granted.get(str(question["lease"]))
-        if granted is None:
-            return f"lease {question['lease']} is over: its pages are no longer held"
-        for group, own in question["blocks"].items():
-            allowed = granted.get(group, frozenset())
-            if len(own) > len(allowed) or not allowed.issuperset(own):
-                return f"blocks of group {group} were asked for that are not of lease {question['lease']}"
+        if error := self.refused(str(question["lease"]), question["blocks"]):
+            return error
         for place, offset, length in question["segments"]:
             region = self._bounds[place].region if 0 <= place < len(self._bounds) else None
             if region is None or offset < 0 or length < 1 or offset + length > region.block_bytes:
@@ -112,11 +109,6 @@ class SocketTransport(Granting):
         if sum(length for _, _, length in question["segments"]) > sum(b.region.block_bytes for b in self._bounds):
             return "more was asked for than there is: every byte can be asked for once"
         return ""
-
-    def _piece(self, blocks: Mapping[str, list[int]], place: int, offset: int, length: int) -> bytes:
-        bound = self._bounds[place]
-        piece = taken(bound.bytes, blocks[bound.region.group], offset, length)
-        return piece.cpu().numpy().tobytes()
 
     def read(self, plan: ReadPlan) -> SocketRead:
         return SocketRead(plan, self._bounds)
@@ -137,13 +129,13 @@ class SocketTransport(Granting):
         super().close()
 
 
+@dataclass(frozen=True)
 class SocketRead:
     """A `Read` over TCP: only the caller of `wait` writes to the local blocks."""
 
-    settled = True
-
-    def __init__(self, plan: ReadPlan, bounds: Sequence[Bound]) -> None:
-        self._plan, self._bounds = plan, bounds
+    plan: ReadPlan
+    bounds: Sequence[Bound]
+    settled: ClassVar[bool] = True
 
     def wait(self, deadline: float) -> None:
         """See `Read.wait`.
@@ -152,12 +144,12 @@ class SocketRead:
             TransferError: the peer is gone, refuses, or sends an invalid answer.
             TransferTimeoutError: it sends no more bytes before the deadline.
         """
-        for rank in self._plan.source.ranks:
-            segments = self._plan.of_rank(rank.rank)
+        for rank in self.plan.source.ranks:
+            segments = self.plan.of_rank(rank.rank)
             if not segments:
                 continue
             place = f"{rank.address.get('host')}:{rank.address.get('port')}"
-            peer_name = f"{place} (engine {self._plan.source.engine})"
+            peer_name = f"{place} (engine {self.plan.source.engine})"
             try:
                 with _connected(rank.address, deadline) as peer:
                     self._read_rank(peer, segments, deadline)
@@ -169,10 +161,10 @@ class SocketRead:
                 raise TransferError(f"{peer_name} is gone: {error}") from error
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise TransferError(f"{peer_name} answers what is no answer: {error}") from error
-        synchronize([bound.bytes for bound in self._bounds[:1]])
+        synchronize(self.bounds)
 
-    def _read_rank(self, peer: socket.socket, segments: Sequence[Segment], deadline: float) -> None:
-        plan, bounds = self._plan, self._bounds
+    def _read_rank(self, peer: socket.socket, segments: Sequence[CopyRange], deadline: float) -> None:
+        plan, bounds = self.plan, self.bounds
         segments = [s for s in segments if plan.local_blocks[bounds[s.local].region.group]]  # a group may have none
         question = {
             "lease": plan.lease,

@@ -8,12 +8,12 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from attention.errors import TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, EngineTable, RankTable, Segment
+from attention.transport.region_tables import Bound, CopyRange, EngineTable, RankTable
 
 Blocks = Mapping[str, Sequence[int]]
 """Page numbers by cache group, in the order of a request's tokens."""
@@ -29,11 +29,11 @@ class ReadPlan:
     source: EngineTable
     lease: str
     local: RankTable
-    segments: tuple[Segment, ...]
+    segments: tuple[CopyRange, ...]
     remote_blocks: Blocks
     local_blocks: Blocks
 
-    def of_rank(self, rank: int) -> tuple[Segment, ...]:
+    def of_rank(self, rank: int) -> tuple[CopyRange, ...]:
         """The segments that one rank of the source serves."""
         return tuple(segment for segment in self.segments if segment.rank == rank)
 
@@ -112,6 +112,24 @@ class Granting:
     def finished(self) -> list[str]:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
+    def refused(self, lease: str, blocks: Blocks) -> str:
+        """Why a reader may not have these blocks, "" if it may. The lock is held until they are copied."""
+        granted = self._granted.get(lease)
+        if granted is None:
+            return f"lease {lease} is over: its pages are no longer held"
+        for group, own in blocks.items():
+            allowed = granted.get(group, frozenset())
+            if len(own) > len(allowed) or not allowed.issuperset(own):
+                return f"blocks of group {group} were asked for that are not of lease {lease}"
+        return ""
+
+    def piece(self, blocks: Blocks, place: int, offset: int, length: int) -> torch.Tensor:
+        """[n, length] uint8, bytes of some blocks of the region at this place."""
+        bound = self._bounds[place]
+        numbers = blocks[bound.region.group]
+        index = torch.tensor(list(numbers), dtype=torch.int64, device=bound.bytes.device)
+        return _wide(bound.bytes[:, offset : offset + length]).index_select(0, index).view(torch.uint8)
+
     def close(self) -> None:
         with self._lock:
             self._bounds, self._granted = (), {}
@@ -148,17 +166,14 @@ class LocalTransport(Granting):
             TransferError: the pages are no longer held, or blocks of another lease are requested.
         """
         with self._lock:
-            if plan.lease not in self._granted:
-                raise TransferError(f"engine {self._engine} no longer holds the pages of lease {plan.lease}")
-            granted = self._granted[plan.lease]
-            if any(set(own) - granted.get(group, frozenset()) for group, own in plan.remote_blocks.items()):
-                raise TransferError(f"blocks were asked for that are not of lease {plan.lease}")
+            if error := self.refused(plan.lease, plan.remote_blocks):
+                raise TransferError(f"engine {self._engine}: {error}")
             for segment in plan.segments:
-                there, here = self._bounds[segment.remote], bounds[segment.local]
-                group = here.region.group
-                piece = taken(there.bytes, plan.remote_blocks[group], segment.remote_offset, segment.length)
-                put(here.bytes, plan.local_blocks[group], segment, piece)
-            synchronize([b.bytes for b in (*bounds[:1], *self._bounds[:1])])
+                here = bounds[segment.local]
+                piece = self.piece(plan.remote_blocks, segment.remote, segment.remote_offset, segment.length)
+                put(here.bytes, plan.local_blocks[here.region.group], segment, piece)
+            synchronize(bounds)
+            synchronize(self._bounds)
 
     def finish(self, plan: ReadPlan) -> None:
         source = _open.get(plan.source.engine)
@@ -174,28 +189,23 @@ class LocalTransport(Granting):
         super().close()
 
 
+@dataclass(frozen=True)
 class LocalRead:
     """A `Read` within the process: `wait` makes the copy."""
 
-    settled = True
-
-    def __init__(self, source: LocalTransport, bounds: Sequence[Bound], plan: ReadPlan) -> None:
-        self._source, self._bounds, self._plan = source, bounds, plan
+    source: LocalTransport
+    bounds: Sequence[Bound]
+    plan: ReadPlan
+    settled: ClassVar[bool] = True
 
     def wait(self, deadline: float) -> None:
         """See `Read.wait`. Raises TransferTimeoutError: the deadline was over before it began."""
         if time.monotonic() >= deadline:
             raise TransferTimeoutError("the deadline of a read was over before it began")
-        self._source.copy(self._bounds, self._plan)
+        self.source.copy(self.bounds, self.plan)
 
 
-def taken(blocks: torch.Tensor, numbers: Sequence[int], offset: int, length: int) -> torch.Tensor:
-    """[n, length] uint8, bytes of some blocks of a region."""
-    index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
-    return _wide(blocks[:, offset : offset + length]).index_select(0, index).view(torch.uint8)
-
-
-def put(blocks: torch.Tensor, numbers: Sequence[int], segment: Segment, piece: torch.Tensor) -> None:
+def put(blocks: torch.Tensor, numbers: Sequence[int], segment: CopyRange, piece: torch.Tensor) -> None:
     """Write [n, length] bytes to their place in some blocks of a local region."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
     start = segment.local_offset
@@ -209,7 +219,7 @@ def _wide(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.view(torch.int64) if not any(n % 8 for n in lies) else blocks
 
 
-def synchronize(tensors: Sequence[torch.Tensor]) -> None:
-    """Synchronise the tensors' GPUs before other streams read the copied data."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+def synchronize(bounds: Sequence[Bound]) -> None:
+    """Synchronise the GPU of a rank's regions, where they are on one, before other streams read the copied data."""
+    if bounds and bounds[0].bytes.is_cuda:
+        torch.cuda.synchronize(bounds[0].bytes.device)

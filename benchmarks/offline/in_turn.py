@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
 from functools import wraps
+from typing import Any
 
 from filelock import FileLock
 
-from specdec.compiler.gemm_selection import Selection, Wanted
+from specdec.compiler import gemm_selection
 
 _LOCK = "/tmp/specdec-products.lock"
 
 
 def main() -> None:
     """The module named first, as `python -m` runs it."""
-    choose = Selection.choose
+    choose = gemm_selection.choose
 
     @wraps(choose)
-    def alone(self: Selection, wanted: Sequence[Wanted]) -> None:
+    def alone(*arguments: Any) -> gemm_selection.Tally:
         with FileLock(_LOCK):
-            choose(self, wanted)
+            return choose(*arguments)
 
-    Selection.choose = alone  # type: ignore[method-assign]
+    gemm_selection.choose = alone
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Field:
+class ResolvedField:
     """One resolved property of a head: its name, its value, and the config key, tensor or rule that gave it."""
 
     name: str
@@ -36,7 +36,7 @@ class HeadReport:
 
     path: Path
     layout: str
-    fields: tuple[Field, ...]
+    fields: tuple[ResolvedField, ...]
     num_parameters: int
 
     def __str__(self) -> str:
@@ -52,6 +52,24 @@ class Reported(Protocol):
     checkpoint_report: HeadReport | None
 
 
+class PlacedConfig(dict[str, Any]):
+    """A configuration whose values lie elsewhere in the file, or not in it.
+
+    origins: by key (dotted where a nested key has one of its own), where its value is from, for reports.
+    """
+
+    def __init__(self, config: Config, origins: Mapping[str, str]) -> None:
+        super().__init__(config)
+        self.origins = origins
+
+
+def place_of(config: Config, key: str) -> str:
+    """Where the value of a dotted key is from, as reports say it: the key, or its origin."""
+    origins = config.origins if isinstance(config, PlacedConfig) else {}
+    first, dot, rest = key.partition(".")
+    return origins.get(key) or origins.get(first, first) + dot + rest
+
+
 def lookup(config: Config, key: str) -> Any:
     """Value of a dotted key ("eagle_config.norm_before_fc"), None when it or a parent is absent or null."""
     value: Any = config
@@ -62,7 +80,7 @@ def lookup(config: Config, key: str) -> Any:
 
 def read(
     config: Config, name: str, kind: type, *keys: str, default: Any = None, default_source: str = "default"
-) -> Field:
+) -> ResolvedField:
     """Resolve a field from the first key (dotted; none means `name`) that is set; several set keys must agree.
 
     Args:
@@ -76,11 +94,11 @@ def read(
     if not found and default is None:
         raise HeadLoadError(f"config.json has no {' or '.join(keys or (name,))}")
     if not found:
-        return Field(name, default, default_source)
+        return ResolvedField(name, default, default_source)
     values = [_typed(key, value, kind) for key, value in found.items()]
     if any(value != values[0] for value in values):
         raise HeadLoadError(f"config.json contradicts itself about {name}: {found}")
-    return Field(name, values[0], "config " + ", ".join(found))
+    return ResolvedField(name, values[0], "config " + ", ".join(place_of(config, key) for key in found))
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
@@ -90,7 +108,7 @@ def _typed(key: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: str) -> Field:
+def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: str) -> ResolvedField:
     """Resolve an optional module by its tensor; config flags that are set must agree.
 
     Raises:
@@ -101,7 +119,7 @@ def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: st
         if flag is not None and bool(flag) != present:
             state = "has" if present else "has no"
             raise HeadLoadError(f"config.json says {key} = {flag!r}, but the checkpoint {state} {tensor}")
-    return Field(name, present, f"{tensor} {'present' if present else 'absent'}")
+    return ResolvedField(name, present, f"{tensor} {'present' if present else 'absent'}")
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -131,7 +149,7 @@ _ALWAYS, _EXPORTERS, _TARGETS = (
 _LAYER_LIST = re.compile(r"\w*(layer_ids|aux_layers|layers_to_capture)")
 
 
-def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool = True) -> tuple[Field, ...]:
+def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool = True) -> tuple[ResolvedField, ...]:
     """Report the keys of config.json that decide nothing, with their values.
 
     known: keys that are read, dotted where they are nested. layers_are_chosen: whether lists of layers in the file need
@@ -154,10 +172,14 @@ def unread_fields(config: Config, known: Collection[str], layers_are_chosen: boo
     found = []
     if targets:
         found.append(
-            Field("keys of a target", _said(told, targets), "config.json: no engine reads them of an EAGLE head")
+            ResolvedField(
+                "keys of a target", _said(told, targets), "config.json: no engine reads them of an EAGLE head"
+            )
         )
     if unknown:
-        found.append(Field(UNKNOWN, _said(told, unknown), "config.json: nothing here knows them; they change nothing"))
+        found.append(
+            ResolvedField(UNKNOWN, _said(told, unknown), "config.json: nothing here knows them; they change nothing")
+        )
     return tuple(found)
 
 
@@ -195,7 +217,7 @@ _MROPE = ("mrope_section", "mrope_interleaved")
 _NOT_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_MROPE)
 
 
-def resolve_rope(config: Config, first_position: int = 0) -> Field:
+def resolve_rope(config: Config, first_position: int = 0) -> ResolvedField:
     """Rotary embedding of the head that `config` describes; the target's is never looked at. Of mrope, whose positions
     of text are one number three times, the plain embedding remains. first_position: see `RopeSpec`.
 
@@ -211,10 +233,10 @@ def resolve_rope(config: Config, first_position: int = 0) -> Field:
         raise HeadLoadError(f"config.json contradicts itself about RoPE: {spellings}")
     kind, scaling = next(iter(scalings.values()), ("default", ()))
     spec = RopeSpec(theta.value, kind, positions.value, scaling, first_position)
-    source = "config " + ", ".join(scalings) if scalings else "default"
+    source = "config " + ", ".join(place_of(config, key) for key in scalings) if scalings else "default"
     if any(value.get("mrope_section") for value in spellings.values()):
         source += " (mrope: of text all three positions are one)"
-    return Field("rope", spec, f"theta: {theta.source}; type: {source}")
+    return ResolvedField("rope", spec, f"theta: {theta.source}; type: {source}")
 
 
 def _scaling(key: str, value: Any) -> tuple[str, tuple[tuple[str, float | bool], ...]]:
@@ -251,7 +273,7 @@ def rope_to_config(rope: RopeSpec) -> dict[str, Any]:
     }
 
 
-def resolve_windows(config: Config, num_layers: int) -> list[Field]:
+def resolve_windows(config: Config, num_layers: int) -> list[ResolvedField]:
     """Which layers have a sliding window, and its length. `layer_types` decides; `sliding_window` alone does not,
     because configurations copied from a target carry it for layers that never use it.
 
@@ -275,5 +297,9 @@ def resolve_windows(config: Config, num_layers: int) -> list[Field]:
             "layer_types with one word for each"
         )
     if not near:
-        return [Field("windowed_layers", (), "no layer_types with a window"), Field("window", None, "no such layer")]
-    return [Field("windowed_layers", near, "config layer_types"), read(config, "window", int, "sliding_window")]
+        return [
+            ResolvedField("windowed_layers", (), "no layer_types with a window"),
+            ResolvedField("window", None, "no such layer"),
+        ]
+    source = f"config {place_of(config, 'layer_types')}"
+    return [ResolvedField("windowed_layers", near, source), read(config, "window", int, "sliding_window")]

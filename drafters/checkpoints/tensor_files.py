@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session, validate_repo_id
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from drafters.errors import HeadLoadError
 
@@ -325,3 +326,13 @@ def filled(head: H, weights: Mapping[str, torch.Tensor]) -> H:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
     head.load_state_dict(weights, assign=True)
     return head.eval().requires_grad_(False)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write model.safetensors, whole or not at all; last of a folder's files, as a folder with weights is complete.
+
+    tensors: contiguous, and no two that share memory.
+    """
+    partial = folder / "model.safetensors.partial"
+    save_file(dict(tensors), partial, metadata={"format": "pt"})  # as save_pretrained writes it
+    os.replace(partial, folder / "model.safetensors")

@@ -5,43 +5,48 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
-from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup, unread_fields
+from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json, write_tensors
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
-from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
+from drafters.eagle3.head import Eagle1Head, Eagle3Head
+from drafters.eagle3.layout import (
+    EMBEDDING,
+    canonical_names,
+    layer_names,
+    resolve_eagle1,
+    resolve_spec,
+    rotary_buffers,
+    spec_to_config,
+)
 from drafters.eagle3.overrides import KEYS, USE_AUX, Eagle3Overrides
-from drafters.eagle3.spec import Eagle3Spec
+from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.vocab import check_map, mask_of, most_frequent, offsets_of
 
 _MAPS = ("d2t", "t2d")
 _NO_OVERRIDES = Eagle3Overrides()
 log = logging.getLogger(__name__)
-S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Opened(Generic[S]):
+class _Opened:
     """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
 
     folder: CheckpointFolder
     layout: str
     names: Mapping[str, str]
-    spec: S
-    fields: tuple[Field, ...]
+    spec: Eagle3Spec
+    fields: tuple[ResolvedField, ...]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, by parameter."""
@@ -59,21 +64,21 @@ class Opened(Generic[S]):
         return HeadReport(self.folder.path, self.layout, self.fields, sum(sizes))
 
 
-def load_eagle3(
+def load_eagle(
     path: str | Path,
     target: TargetFacts,
     dtype: torch.dtype,
     device: torch.device | str,
     overrides: Eagle3Overrides = _NO_OVERRIDES,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference on the target's
-    device.
+    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, or an EAGLE-1 or EAGLE-2 head, ready for
+    inference on the target's device.
 
     Args:
         path: a folder, or a model's name on the Hugging Face hub.
         target: the model that the head will draft for; its tensors are shared, not copied.
         dtype, device: for the head's weights, usually the target's. overrides: choices that replace the
-            configuration's.
+            configuration's; of an EAGLE-1 head, keys of config.json alone.
 
     Raises:
         HeadLoadError: files are missing, tensors are missing, unknown, of another shape or not finite, the layout is
@@ -90,17 +95,17 @@ def load_eagle3(
     return head
 
 
-def describe_eagle3(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
+def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
     """Resolve a head without loading its weights (the target's tensors may be on "meta").
 
     Raises:
-        HeadLoadError, HeadMismatchError: as `load_eagle3`, except for what only the values show.
+        HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
     """
     return _open(path, target, overrides).report
 
 
 def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
-    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read; returns the
+    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle` read; returns the
     folder.
 
     Tensors shared with the target are not written; d2t and t2d always are. dtype: for the stored weights; None keeps
@@ -115,10 +120,8 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     d2t = offsets_of(head.target_ids).cpu()
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
-    partial = folder / "model.safetensors.partial"
-    save_file(weights | maps, partial, metadata={"format": "pt"})  # as save_pretrained writes it
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
+    write_tensors(folder, weights | maps)
     return folder
 
 
@@ -172,74 +175,52 @@ def open_head(path: str | Path) -> HeadFolder:
     return HeadFolder(folder, layout, list(short), stray)
 
 
-def ignored_field(stray: list[str]) -> tuple[Field, ...]:
-    """The report's field about rotary buffers."""
-    reason = "rotary buffers: they follow from the configuration"
-    return (Field("ignored tensors", ", ".join(stray), reason),) if stray else ()
-
-
-def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
-    """The report's fields about keys of config.json that decide nothing; see `drafters.checkpoints.config_fields`.
-
-    Raises:
-        HeadLoadError: a key lists aux layers in an unknown spelling, and the user does not give them.
-    """
-    layer = format_of(folder.config).layer_config
-    nested = () if layer is None else tuple(f"{layer}.{key}" for key in KEYS)
-    return unread_fields(folder.config, {*KEYS, *nested}, layers_are_chosen=overrides.aux_layers is not None)
-
-
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> Opened[Eagle3Spec]:
-    folder, layout, short, stray = open_head(path)
-    require(layout, Layout.EAGLE3, folder.config, short)
-    files = folder.tensors
-    names = canonical_names(list(files), format_of(folder.config).deep_norm)
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+    found = open_head(path)
     try:
-        vocab_size = target_vocab_size(folder, target, overrides)
-        sizes = TargetSizes(target.hidden_size, vocab_size, target.num_layers, target.model_type)
-        shapes = {parameter: files[full].shape for parameter, full in names.items()}
-        spec, fields = resolve_spec(folder.config, shapes, sizes, overrides)
-        fields += unread_keys(folder, overrides)
+        opened = _resolved(found, target, overrides)
+        _check_shapes(opened, target)
     except HeadMismatchError as error:
-        raise HeadMismatchError(f"{folder.path}: {error}") from error
+        raise HeadMismatchError(f"{found.folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:
-        raise HeadLoadError(f"{folder.path}: {error}") from error
-    kind = f"EAGLE-3, {format_of(folder.config).name} layout"
-    opened = Opened(folder, kind, names, spec, (*fields, *ignored_field(stray)))
-    _check_shapes(opened)
+        raise HeadLoadError(f"{found.folder.path}: {error}") from error
     return opened
 
 
-def target_vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
-    """The target's V; or the rows of its padded embedding when the head counts those.
+def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+    folder, config = found.folder, found.folder.config
+    written = format_of(config)
+    names = canonical_names([name for name in folder.tensors if name not in found.stray], written.deep_norm)
+    shapes = {parameter: folder.tensors[full].shape for parameter, full in names.items()}
+    spec: Eagle3Spec
+    ignored = {"ignored tensors": (found.stray, "rotary buffers: they follow from the configuration")}
+    if found.layout is Layout.EAGLE1:
+        unread = [names.pop(EMBEDDING)] if EMBEDDING in names else []
+        reason = "the target's embedding is read in its place, as the reference code does"
+        ignored["ignored embedding"] = (unread, reason)
+        spec, fields = resolve_eagle1(config, shapes, target, overrides)
+        kind, names = "EAGLE-1/2, SafeAILab", layer_names(names)
+    else:
+        require(found.layout, Layout.EAGLE3, config, found.names)
+        spec, fields = resolve_spec(config, shapes, target, overrides)
+        kind = f"EAGLE-3, {written.name}"
+    nested = () if written.layer_config is None else (f"{written.layer_config}.{key}" for key in KEYS)
+    chosen = found.layout is Layout.EAGLE1 or overrides.aux_layers is not None
+    fields += unread_fields(config, {*KEYS, *nested}, layers_are_chosen=chosen)
+    fields += tuple(ResolvedField(name, ", ".join(own), reason) for name, (own, reason) in ignored.items() if own)
+    return _Opened(folder, f"{kind} layout", names, spec, fields)
 
-    Raises:
-        HeadLoadError: see `drafters.eagle3.formats.flattened`.
-    """
-    padded = len(target.embedding)
-    config = overrides.applied(flattened(folder.config).config)
-    return padded if lookup(config, "vocab_size") == padded else target.vocab_size
 
-
-def _check_shapes(opened: Opened[Eagle3Spec]) -> None:
+def _check_shapes(opened: _Opened, target: TargetFacts) -> None:
     spec = opened.spec
-    meta = torch.device("meta")
-    embedding = torch.empty(spec.vocab_size, spec.target_hidden_size, device=meta)
-    lm_head = torch.empty(spec.draft_vocab_size, spec.hidden_size, device=meta)
-    placeholder = torch.zeros(spec.draft_vocab_size, dtype=torch.int64)
-    module = Eagle3Head(spec, embedding, lm_head, placeholder, meta)
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    if spec.draft_vocab_size < spec.vocab_size:
-        expected["d2t"] = (spec.draft_vocab_size,)
     sizes = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
-    expected |= {name: sizes[name] for name in _MAPS if name in opened.names}
-    try:
-        check_tensors(opened.shapes(), expected)
-    except HeadLoadError as error:
-        raise HeadLoadError(f"{opened.folder.path}: {error}") from error
+    module = _empty_head(spec, target, torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    needed = {"d2t"} if spec.draft_vocab_size < spec.vocab_size else set()
+    check_tensors(opened.shapes(), expected | {name: sizes[name] for name in _MAPS if name in needed | {*opened.names}})
 
 
-def _read_map(opened: Opened[Eagle3Spec], weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _read_map(opened: _Opened, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None
@@ -252,9 +233,9 @@ def _read_map(opened: Opened[Eagle3Spec], weights: Mapping[str, torch.Tensor]) -
 
 def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None) -> Eagle3Head:
     """The head before its weights are loaded, sharing the target's tensors (a padded embedding is cut, not copied)."""
-    embedding = target.embedding[: spec.vocab_size]
-    lm_head = target.lm_head[: spec.draft_vocab_size]
-    return Eagle3Head(spec, embedding, lm_head, d2t, torch.device("meta"))
+    embedding, lm_head = target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size]
+    kind = Eagle1Head if isinstance(spec, Eagle1Spec) else Eagle3Head
+    return kind(spec, embedding, lm_head, d2t, torch.device("meta"))
 
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -272,7 +253,7 @@ def target_of_files(path: str | Path, overrides: Eagle3Overrides = _NO_OVERRIDES
     opened = open_head(path)
     if opened.layout is not Layout.EAGLE1:
         require(opened.layout, Layout.EAGLE3, opened.folder.config, opened.names)
-    folder, config = opened.folder.path, overrides.applied(flattened(opened.folder.config).config)
+    folder, config = opened.folder.path, overrides.applied(flattened(opened.folder.config))
     sizes = {key: lookup(config, key) for key in ("hidden_size", "target_hidden_size", "vocab_size")}
     hidden, vocab = sizes["target_hidden_size"] or sizes["hidden_size"], sizes["vocab_size"]
     if type(hidden) is not int or type(vocab) is not int:

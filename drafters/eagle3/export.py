@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import rope_to_config
+from drafters.checkpoints.tensor_files import write_tensors
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
@@ -259,8 +259,6 @@ def _made(folder: str | Path) -> Path:
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
-    partial = folder / "model.safetensors.partial"
-    save_file(dict(tensors), partial, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
+    write_tensors(folder, tensors)
     return folder

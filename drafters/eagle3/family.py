@@ -8,9 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from drafters.base import FINAL_NORM, Head, OtherReading, Recipe, TargetFacts
@@ -19,9 +18,9 @@ from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import read_json
 from drafters.eagle3.checkpoint import (
     check_kind,
-    describe_eagle3,
+    describe_eagle,
     fresh_eagle3,
-    load_eagle3,
+    load_eagle,
     open_head,
     save_eagle3,
     target_of_files,
@@ -32,50 +31,14 @@ from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.rope import RopeSpec
 
-if TYPE_CHECKING:
-    from drafters.eagle3.eagle1 import Eagle1Head
-
-_NO_OVERRIDES = Eagle3Overrides()
-
-
-def load_eagle(
-    path: str | Path,
-    target: TargetFacts,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    overrides: Eagle3Overrides = _NO_OVERRIDES,
-) -> Eagle3Head | Eagle1Head:
-    """Load an EAGLE-1, EAGLE-2 or EAGLE-3 head in any layout.
-
-    Args, Raises: as `drafters.eagle3.checkpoint.load_eagle3`.
-    """
-    if open_head(path).layout is Layout.EAGLE1:
-        from drafters.eagle3.eagle1 import load_eagle1
-
-        return load_eagle1(path, target, dtype, device, overrides)
-    return load_eagle3(path, target, dtype, device, overrides)
-
-
-def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
-    """Resolve an EAGLE head without loading its weights.
-
-    Raises:
-        HeadLoadError, HeadMismatchError: as `load_eagle`, except for what only the values show.
-    """
-    if open_head(path).layout is Layout.EAGLE1:
-        from drafters.eagle3.eagle1 import describe_eagle1
-
-        return describe_eagle1(path, target, overrides)
-    return describe_eagle3(path, target, overrides)
-
 
 def load_head(
     path: str | Path, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
-) -> Eagle3Head | Eagle1Head:
+) -> Eagle3Head:
     """Load the head for a target, in its dtype and on its device.
 
     Raises:
-        HeadLoadError, HeadMismatchError: see `load_eagle3`, and `Eagle3Overrides.of` for head_overrides.
+        HeadLoadError, HeadMismatchError: see `load_eagle`, and `Eagle3Overrides.of` for head_overrides.
     """
     overrides = Eagle3Overrides.of(options.get("head_overrides", {}))
     return load_eagle(path, facts(), model.dtype, model.device, overrides)
@@ -181,7 +144,7 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
     Args:
         num_layers: N of the target. rope_theta: the target's rotary base; None where it has no single base.
     """
-    if not isinstance(head, Eagle3Head):
+    if type(head) is not Eagle3Head:  # nor of EAGLE-1
         return ()
     spec, found = head.spec, dict[str, OtherReading]()
     for name, field, value, overrides, cause in _changes(spec, num_layers, rope_theta):

@@ -6,8 +6,7 @@ in the meaning of aux layer ids, and in default values.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from drafters.base import FINAL_NORM
-from drafters.checkpoints.config_fields import Config, Field, lookup, read
+from drafters.checkpoints.config_fields import Config, PlacedConfig, ResolvedField, lookup, place_of, read
 from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -110,9 +109,6 @@ SPECULATORS = Format(
 )
 """Source: vllm-project/speculators 0.9, speculators/models/eagle3/config.py, core.py (position_ids = 1 + arange)."""
 
-_CONFIG_KEY = re.compile(r"(?<=config )[\w.]+|(?<=, )[\w.]+")
-"""A key in a source, as `drafters.checkpoints.config_fields.read` writes them: "config rope_theta, …"."""
-
 FORMATS = (SPECULATORS, DEEPSPEC, ANGELSLIM, MODELOPT, SPECFORGE, SAFEAILAB)
 """In the order in which they are recognised; the last has no distinguishing marks."""
 
@@ -134,32 +130,8 @@ def target_named_by(config: Config) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-@dataclass(frozen=True)
-class FlatConfig:
-    """A head's configuration with all keys at the top.
-
-    Attributes:
-        config: the keys. origins: the path of a key in the file, or its source, if that differs from its name.
-        format: who wrote it.
-    """
-
-    config: dict[str, Any]
-    origins: Mapping[str, str]
-    format: Format
-
-    def located(self, fields: Iterable[Field], given: Iterable[str] = ()) -> tuple[Field, ...]:
-        """Resolved fields whose sources name places in the file; `given`: keys that are a user's, not the file's."""
-        own = {key.split(".")[0] for key in given}
-
-        def place(word: re.Match[str]) -> str:
-            first, dot, rest = word[0].partition(".")
-            return word[0] if first in own or first not in self.origins else self.origins[first] + dot + rest
-
-        return tuple(Field(f.name, f.value, _CONFIG_KEY.sub(place, f.source)) for f in fields)
-
-
-def flattened(config: Config) -> FlatConfig:
-    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
+def flattened(config: Config) -> PlacedConfig:
+    """A head's config.json with all keys at the top: the decoder layer's own object, if it has one, completed.
 
     Raises:
         HeadLoadError: that object is missing, contradicts the keys at the top, or is invalid for its model_type.
@@ -175,7 +147,7 @@ def flattened(config: Config) -> FlatConfig:
         if flat.get(key) is None:
             flat[key] = value
             origins[key] = f"{key} (absent: {note})"
-    return FlatConfig(flat, origins, found)
+    return PlacedConfig(flat, origins)
 
 
 def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str, str]]:
@@ -213,7 +185,9 @@ Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_
 """
 
 
-def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = "") -> Field:
+def resolve_aux_layers(
+    config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = ""
+) -> ResolvedField:
     """Aux layers. Nested ids name the layer whose output is meant: aux layer = id + 1;
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are aux layers already.
@@ -225,12 +199,12 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         HeadMismatchError: a layer that the target does not have.
     """
     if overrides.aux_layers is not None:
-        field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
+        field = ResolvedField("aux_layers", overrides.aux_layers, "chosen by the user")
         _check_aux_layers(config, field, num_layers)
         return field
     used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
     if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
-        return Field("aux_layers", (FINAL_NORM,), used.source)
+        return ResolvedField("aux_layers", (FINAL_NORM,), used.source)
     listed = _listed_layers(config, num_layers, model_type)
     if len(set(listed.values())) > 1:
         raise HeadLoadError(
@@ -238,9 +212,9 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
             '{"aux_layers": […]}'
         )
     if listed:
-        field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
+        field = ResolvedField("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
     else:
-        field = Field("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
+        field = ResolvedField("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
     _check_aux_layers(config, field, num_layers)
     return field
 
@@ -263,11 +237,13 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
             meaning = NUMBERS  # no layer has the number num_layers
         elif key == NESTED_AUX_LAYERS and model_type in _DEEPSEEK and ids[0] != 1 and not lookup(config, AUX_LAYERS):
             meaning, note = NUMBERS, f", as SGLang does for {model_type}"
-        listed[f"{key} (read as {meaning}{note})"] = tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
+        listed[f"{place_of(config, key)} (read as {meaning}{note})"] = (
+            tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
+        )
     return listed
 
 
-def _check_aux_layers(config: Config, field: Field, num_layers: int) -> None:
+def _check_aux_layers(config: Config, field: ResolvedField, num_layers: int) -> None:
     if max(field.value) > num_layers:
         raise HeadMismatchError(f"the head reads aux layers {field.value}, this target has {num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")

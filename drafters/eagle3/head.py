@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
-from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
-from drafters.eagle3.spec import Eagle3Spec, LayerSpec
+from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadMismatchError
-from drafters.loops.base import LoopSize
+from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_passes import EaglePasses
+from drafters.loops.head_passes import EaglePasses
 from drafters.rope import Rotary, rotate
 from drafters.vocab import check_offsets, identity_offsets, ids_of, offsets_of
 
@@ -25,7 +24,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class Eagle3Attention(nn.Module):
     """Self-attention with RoPE; where K and V live is the caller's business (`Attend`)."""
 
-    def __init__(self, spec: LayerSpec, index: int, input_size: int) -> None:
+    def __init__(self, spec: Eagle3Spec, index: int, input_size: int) -> None:
         super().__init__()
         self.index = index
         self.head_dim = spec.head_dim
@@ -53,7 +52,7 @@ class Eagle3Attention(nn.Module):
 class Eagle3MLP(nn.Module):
     """Gated MLP with SiLU."""
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
@@ -99,7 +98,7 @@ class Eagle3Layer(nn.Module):
 class PlainLayer(nn.Module):
     """A further layer of a deeper head: an ordinary pre-norm decoder layer."""
 
-    def __init__(self, spec: LayerSpec, index: int, first_norm: bool = True) -> None:
+    def __init__(self, spec: Eagle3Spec, index: int, first_norm: bool = True) -> None:
         """first_norm: False for a layer that reads its input as it is (the first of an EAGLE-1 head)."""
         super().__init__()
         norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps) if first_norm else nn.Identity()
@@ -251,10 +250,16 @@ class Eagle3Head(nn.Module):
         embedded = F.embedding(token_ids, table).to(hidden.dtype)  # [T, H]
         cos_sin = self.rotary(positions)
         further = list(self.layers.values())
-        x = self.midlayer(embedded, hidden, cos_sin, attend, None if further else rows)
+        x = self._first_layer(embedded, hidden, cos_sin, attend, None if further else rows)
         for layer in further:
             x = layer(x, cos_sin, attend, rows if layer is further[-1] else None)
         return x
+
+    def _first_layer(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """embedded, hidden [T, H] -> [T, H], or [R, H] of some rows, what the further layers read."""
+        return self.midlayer(embedded, hidden, cos_sin, attend, rows)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[R, H] block outputs -> [R, Vd] draft logits."""
@@ -272,6 +277,30 @@ class Eagle3Head(nn.Module):
     def draft_loop(self, limits: LoopSize) -> ChainLoop:
         """A chain."""
         return ChainLoop(self, partial(EaglePasses, self))
+
+
+class Eagle1Head(Eagle3Head):
+    """An EAGLE-1 head.
+
+    It predicts the target's next state after the final norm, so the target's lm_head reads its output as it is: there
+    is no norm of its own. `fc` reads [embedding, hidden], and all layers are plain.
+
+    Source: SafeAILab/EAGLE, eagle/model/cnets1.py.
+    """
+
+    spec: Eagle1Spec
+
+    def _build_modules(self) -> None:
+        spec = self.spec
+        self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=spec.fc_bias)
+        norms = (spec.first_norm, *(True for _ in range(1, spec.num_layers)))
+        self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index, norm) for index, norm in enumerate(norms)})
+        self.norm = nn.Identity()  # type: ignore[assignment]
+
+    def _first_layer(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.fc(torch.cat((embedded, hidden), dim=-1))  # embedding first
 
 
 def check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError
+from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import (
     Config,
-    Field,
+    ResolvedField,
     by_presence,
     lookup,
     read,
@@ -22,7 +22,7 @@ from drafters.checkpoints.config_fields import (
     rope_to_config,
 )
 from drafters.checkpoints.layouts import strip_prefixes
-from drafters.eagle3.formats import Format, flattened, resolve_aux_layers
+from drafters.eagle3.formats import Format, flattened, format_of, resolve_aux_layers
 from drafters.eagle3.overrides import (
     AUX_LAYERS,
     LM_HEAD_FLAG,
@@ -31,7 +31,7 @@ from drafters.eagle3.overrides import (
     UNSUPPORTED,
     Eagle3Overrides,
 )
-from drafters.eagle3.spec import Eagle3Spec
+from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -43,16 +43,6 @@ _MODELOPT_FLAGS = {
     "midlayer.input_layernorm.weight": "eagle_config.use_input_layernorm_in_first_layer",
 }
 _ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
-
-
-@dataclass(frozen=True)
-class TargetSizes:
-    """Fields of a target's configuration that a head is resolved against; model_type "": not known."""
-
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    model_type: str = ""
 
 
 def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
@@ -91,35 +81,78 @@ def _parameter_name(short: str) -> str:
 
 
 def resolve_spec(
-    config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
-) -> tuple[Eagle3Spec, tuple[Field, ...]]:
+    config: Config, shapes: Shapes, target: TargetFacts, overrides: Eagle3Overrides
+) -> tuple[Eagle3Spec, tuple[ResolvedField, ...]]:
     """Resolve every field of the spec, with its source. shapes: tensor shapes by canonical name.
 
     Raises:
         HeadMismatchError: made for a target of another hidden size or vocabulary.
         HeadLoadError: the configuration is incomplete, contradictory or needs something unsupported.
     """
-    flat = flattened(config)
-    config = overrides.applied(flat.config)
-    refuse_unsupported(config)
+    written, config = format_of(config), overrides.applied(flattened(config))
     _refuse_deep_fusion(shapes)
-    layers = resolve_num_layers(config, shapes, target)
     fields = (
-        *resolve_sizes(config, target),
-        layers,
+        *_layer_fields(config, shapes, target, written.first_position),
         *_vocabulary(config, shapes),
         resolve_aux_layers(config, target.num_layers, overrides, target.model_type),
-        read(config, "rms_norm_eps", float, default=1e-6),
-        resolve_rope(config, flat.format.first_position),
         *_modules(config, shapes),
-        *resolve_windows(config, layers.value),
-        _feedback(config, overrides, flat.format),
+        _feedback(config, overrides, written),
     )
-    spec = Eagle3Spec(**{field.name: field.value for field in fields})
-    return spec, flat.located(overrides.marked(fields), (key for key, _ in overrides.config))
+    return Eagle3Spec(**{field.name: field.value for field in fields}), fields
 
 
-def refuse_unsupported(config: Config) -> None:
+def _layer_fields(config: Config, shapes: Shapes, target: TargetFacts, first_position: int = 0) -> list[ResolvedField]:
+    """The fields that an EAGLE head of any kind has.
+
+    Raises:
+        HeadLoadError, HeadMismatchError: see `resolve_spec`.
+    """
+    _refuse_unsupported(config)
+    layers = _num_layers(config, shapes, target)
+
+    def present(name: str, tensor: str, *keys: str) -> ResolvedField:
+        return by_presence(config, name, tensor, tensor in shapes, *keys)
+
+    attention = "midlayer.self_attn."
+    return [
+        *_sizes(config, target),
+        layers,
+        read(config, "rms_norm_eps", float, default=1e-6),
+        resolve_rope(config, first_position),
+        present("fc_bias", "fc.bias", "bias"),
+        present("qkv_bias", attention + "q_proj.bias", "attention_bias", "qkv_bias"),
+        present("o_bias", attention + "o_proj.bias"),
+        present("mlp_bias", "midlayer.mlp.gate_proj.bias", "mlp_bias"),
+        present("qk_norm", attention + "q_norm.weight", "use_qk_norm"),
+        *resolve_windows(config, layers.value),
+    ]
+
+
+EMBEDDING = "embed_tokens.weight"
+"""A stored embedding is not read: the reference code, too, puts the target's in its place."""
+
+
+def layer_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Canonical names (`canonical_names`) as `drafters.eagle3.head.Eagle1Head` has them."""
+    return {re.sub(r"^midlayer\.", "layers.0.", parameter): full for parameter, full in names.items()}
+
+
+def resolve_eagle1(
+    config: Config, shapes: Shapes, target: TargetFacts, overrides: Eagle3Overrides
+) -> tuple[Eagle1Spec, tuple[ResolvedField, ...]]:
+    """As `resolve_spec`, of an EAGLE-1 or EAGLE-2 head."""
+    if overrides.aux_layers is not None or overrides.feedback is not None:
+        raise HeadLoadError(
+            "aux_layers and feedback cannot be chosen for an EAGLE-1 head: it reads the target's last state and is fed "
+            "its own output"
+        )
+    config, norm = overrides.applied(flattened(config)), "midlayer.input_layernorm.weight"
+    fields = (*_layer_fields(config, shapes, target), by_presence(config, "first_norm", norm, norm in shapes))
+    values = {field.name: field.value for field in fields}
+    return Eagle1Spec(**values, draft_vocab_size=values["vocab_size"]), fields
+
+
+def _refuse_unsupported(config: Config) -> None:
     """Refuse configurations of features that no EAGLE head here computes.
 
     Raises:
@@ -162,7 +195,7 @@ def _refuse_deep_fusion(shapes: Shapes) -> None:
         )
 
 
-def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
+def _sizes(config: Config, target: TargetFacts) -> list[ResolvedField]:
     """Widths, heads and vocabulary of an EAGLE head, checked against its target.
 
     Raises:
@@ -176,7 +209,7 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
             f"the head was made for a target of hidden size {target_hidden.value}, this target has {target.hidden_size}"
         )
     vocab = read(config, "vocab_size", int)
-    if vocab.value != target.vocab_size:
+    if vocab.value not in (target.vocab_size, len(target.embedding)):  # of some targets it is padded, and counted so
         raise HeadMismatchError(
             f"the head was made for a vocabulary of {vocab.value} tokens, this target has {target.vocab_size}"
         )
@@ -195,7 +228,7 @@ def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
     ]
 
 
-def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
+def _num_layers(config: Config, shapes: Shapes, target: TargetFacts) -> ResolvedField:
     """Decoder layers, counted by their tensors; shapes: by canonical name. Many published heads of one layer have their
     target's config.json with the target's number of layers (SafeAILab's Vicuna heads, AngelSlim's templates).
 
@@ -207,17 +240,17 @@ def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> F
     if said.value == stored:
         return said
     if stored == 1 and said.value == target.num_layers:
-        return Field("num_layers", 1, f"tensors (config num_hidden_layers = {said.value} is the target's)")
+        return ResolvedField("num_layers", 1, f"tensors ({said.source} = {said.value} is the target's)")
     raise HeadLoadError(
         f"config.json says num_hidden_layers = {said.value}, but the checkpoint has tensors of {stored} layer(s)"
     )
 
 
-def _or_other(config: Config, name: str, key: str, other: Field) -> Field:
+def _or_other(config: Config, name: str, key: str, other: ResolvedField) -> ResolvedField:
     return read(config, name, int, key, default=other.value, default_source=f"default: {other.name}")
 
 
-def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
+def _vocabulary(config: Config, shapes: Shapes) -> list[ResolvedField]:
     # tie_word_embeddings is not read: it is copied from the target's config.json, and the tensor decides.
     has_lm_head = "lm_head.weight" in shapes
     vocab = read(config, "vocab_size", int)
@@ -226,44 +259,38 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    return [draft, _own_embed(shapes), Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
+    return [draft, _own_embed(shapes), ResolvedField("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
 
 
-def _own_embed(shapes: Shapes) -> Field:
+def _own_embed(shapes: Shapes) -> ResolvedField:
     own = "embed_tokens.weight" in shapes
     unscaled = "" if own else ": the target's rows, without the factor that some targets (Gemma) multiply them by"
-    return Field("own_embed", own, _presence("embed_tokens.weight", shapes) + unscaled)
+    return ResolvedField("own_embed", own, _presence("embed_tokens.weight", shapes) + unscaled)
 
 
 def _presence(name: str, shapes: Shapes) -> str:
     return f"{name} {'present' if name in shapes else 'absent'}"
 
 
-def _modules(config: Config, shapes: Shapes) -> list[Field]:
-    def present(name: str, tensor: str, *keys: str) -> Field:
+def _modules(config: Config, shapes: Shapes) -> list[ResolvedField]:
+    def present(name: str, tensor: str, *keys: str) -> ResolvedField:
         return by_presence(config, name, tensor, tensor in shapes, *keys)
 
-    attention = "midlayer.self_attn."
     for tensor, key in _MODELOPT_FLAGS.items():
         present(tensor, tensor, key)  # the tensor is needed anyway: only for a flag that contradicts it
     return [
-        present("fc_bias", "fc.bias", "bias"),
         present("input_norm", "input_norm.weight", "norm_before_fc", "eagle_config.norm_before_fc"),
         present("fc_norm", "fc_norm.0.weight", "fc_norm", "use_aux_norm", "eagle_config.fc_norm"),
         read(config, "norm_before_residual", bool, default=False),
-        present("qkv_bias", attention + "q_proj.bias", "attention_bias", "qkv_bias"),
-        present("o_bias", attention + "o_proj.bias"),
-        present("mlp_bias", "midlayer.mlp.gate_proj.bias", "mlp_bias"),
-        present("qk_norm", attention + "q_norm.weight", "use_qk_norm"),
     ]
 
 
-def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> Field:
+def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> ResolvedField:
     if overrides.feedback is not None:
-        return Field("feedback", overrides.feedback, "chosen by the user")
+        return ResolvedField("feedback", overrides.feedback, "chosen by the user")
     flag = read(config, "norm_output", bool, "norm_output", "eagle_config.norm_output", default=False)
     note = f"; {written.feedback_note}" if flag.value and written.feedback_note else ""
-    return Field("feedback", "post_norm" if flag.value else "pre_norm", flag.source + note)
+    return ResolvedField("feedback", "post_norm" if flag.value else "pre_norm", flag.source + note)
 
 
 def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from drafters.checkpoints.config_fields import Config, Field
+from drafters.checkpoints.config_fields import PlacedConfig
 from drafters.errors import HeadLoadError
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -83,31 +83,18 @@ class Eagle3Overrides:
             tuple((key, value) for key, value in given.items() if key not in ("aux_layers", "feedback")),
         )
 
-    def applied(self, config: Config) -> dict[str, Any]:
+    def applied(self, config: PlacedConfig) -> PlacedConfig:
         """config.json with these keys replaced."""
-        changed = dict(config)
+        changed, origins = dict(config), dict(config.origins)
         for key, value in self.config:
+            origins[key] = f"{key} (chosen by the user)"
             place, (*parents, last) = changed, key.split(".")
             for parent in parents:
                 inner = place.get(parent)
                 place[parent] = dict(inner) if isinstance(inner, Mapping) else {}
                 place = place[parent]
             place[last] = value
-        return changed
-
-    def marked(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-        """The fields with a word at those that overridden keys decided."""
-        given = {key for key, _ in self.config}
-        return tuple(
-            Field(f.name, f.value, f"{f.source} (chosen by the user)") if given & _words(f.source) else f
-            for f in fields
-        )
-
-
-def _words(source: str) -> set[str]:
-    """Keys named in a source, with those that hold them: of "rope_scaling.factor" the word "rope_scaling" too."""
-    words = {word.strip(",;:()") for word in source.split()}
-    return words | {word.rpartition(".")[0] for word in words if "." in word}
+        return PlacedConfig(changed, origins)
 
 
 def _aux_layers(given: Any) -> tuple[int, ...] | None:

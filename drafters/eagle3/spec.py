@@ -1,4 +1,4 @@
-"""LayerSpec and Eagle3Spec: everything that decides the shape and the arithmetic of an EAGLE head."""
+"""Eagle3Spec and Eagle1Spec: everything that decides the shape and the arithmetic of an EAGLE head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _MOST_SIZE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """The sizes and decoder layers of an EAGLE head of any kind.
+class Eagle3Spec:
+    """One EAGLE-3 head, as its own checkpoint defines it; nothing here is taken over from the target by default.
+
+    The first of its layers is the EAGLE-3 layer, further ones are plain pre-norm layers.
 
     Attributes:
         hidden_size: H. intermediate_size: width of the MLP. vocab_size: V.
@@ -26,6 +28,13 @@ class LayerSpec:
             every layer. qk_norm: RMSNorm per head on q and k before RoPE.
         num_layers: decoder layers. windowed_layers, window: those whose queries see `window` positions only, their own
             included.
+        target_hidden_size: Ht. draft_vocab_size: Vd.
+        aux_layers: layers of the aux hidden states, ascending (b: the state after b layers), or (FINAL_NORM,) for a
+            head on the last state.
+        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
+        norm_before_residual: the residual is the normalised hidden state instead of the raw one.
+        feedback: input of the next draft step, the block output or its final norm.
+        own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
     """
 
     hidden_size: int
@@ -44,50 +53,6 @@ class LayerSpec:
     num_layers: int = 1
     windowed_layers: tuple[int, ...] = ()
     window: int | None = None
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """The requirements of each attention layer of the head on a kernel."""
-        dim = self.head_dim
-        full = AttentionSpec(self.num_heads, self.num_kv_heads, dim, dim, scale=dim**-0.5)
-        near = replace(full, window=self.window)
-        return tuple(near if layer in self.windowed_layers else full for layer in range(self.num_layers))
-
-    def check_layers(self, kind: str, *more: str) -> None:
-        """Check the sizes of heads of this kind; more: fields that are at least 1, too. Raises InvalidInputError."""
-        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-        for name in (*names, *more):
-            if not 1 <= (size := getattr(self, name)) <= _MOST_SIZE:
-                raise InvalidInputError(f"{name} of an {kind} head must be 1 … {_MOST_SIZE:,}, not {size:,}")
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise InvalidInputError(
-                f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
-                "query heads must be a multiple of key heads, and head_dim even"
-            )
-        layers, window = self.windowed_layers, self.window
-        if any(not 0 <= n < self.num_layers for n in layers) or (layers and (window is None or window < 1)):
-            raise InvalidInputError(
-                f"a head of {self.num_layers} layer(s) with a sliding window of {window} positions in layers "
-                f"{list(layers)}: give layers that it has, and a window of at least 1"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Spec(LayerSpec):
-    """One EAGLE-3 head, as its own checkpoint defines it; nothing here is taken over from the target by default.
-
-    The first of its layers is the EAGLE-3 layer, further ones are plain pre-norm layers.
-
-    Attributes:
-        target_hidden_size: Ht. draft_vocab_size: Vd.
-        aux_layers: layers of the aux hidden states, ascending (b: the state after b layers), or (FINAL_NORM,) for a
-            head on the last state.
-        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`; fc_norm: one for each of them.
-        norm_before_residual: the residual is the normalised hidden state instead of the raw one.
-        feedback: input of the next draft step, the block output or its final norm.
-        own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
-    """
-
     target_hidden_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
@@ -127,6 +92,35 @@ class Eagle3Spec(LayerSpec):
             )
 
     @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """The requirements of each attention layer of the head on a kernel."""
+        dim = self.head_dim
+        full = AttentionSpec(self.num_heads, self.num_kv_heads, dim, dim, scale=dim**-0.5)
+        near = replace(full, window=self.window)
+        return tuple(near if layer in self.windowed_layers else full for layer in range(self.num_layers))
+
+    def check_layers(self, kind: str, *more: str) -> None:
+        """Check sizes and layers; kind: of the head, for messages. more: fields that are at least 1, too.
+
+        Raises InvalidInputError.
+        """
+        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        for name in (*names, *more):
+            if not 1 <= (size := getattr(self, name)) <= _MOST_SIZE:
+                raise InvalidInputError(f"{name} of an {kind} head must be 1 … {_MOST_SIZE:,}, not {size:,}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise InvalidInputError(
+                f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
+                "query heads must be a multiple of key heads, and head_dim even"
+            )
+        layers, window = self.windowed_layers, self.window
+        if any(not 0 <= n < self.num_layers for n in layers) or (layers and (window is None or window < 1)):
+            raise InvalidInputError(
+                f"a head of {self.num_layers} layer(s) with a sliding window of {window} positions in layers "
+                f"{list(layers)}: give layers that it has, and a window of at least 1"
+            )
+
+    @property
     def has_fc(self) -> bool:
         """Whether aux hidden states are fused by `fc` (no for a head on the target's last state)."""
         return self.aux_layers != (FINAL_NORM,)
@@ -135,6 +129,24 @@ class Eagle3Spec(LayerSpec):
     def aux_size(self) -> int:
         """Width of the concatenated aux hidden states, A·Ht."""
         return len(self.aux_layers) * self.target_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1Spec(Eagle3Spec):
+    """One EAGLE-1 (or EAGLE-2) head, as its own checkpoint defines it. H is the target's, Vd is V.
+
+    Attributes:
+        first_norm: the first layer has a norm before its attention (the published heads have none).
+    """
+
+    aux_layers: tuple[int, ...] = (FINAL_NORM,)
+    own_lm_head: bool = False
+    fc_bias: bool = True
+    first_norm: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for sizes that contradict each other."""
+        self.check_layers("EAGLE-1")
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

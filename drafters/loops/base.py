@@ -19,7 +19,6 @@ from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner, PlannedBatch
 from attention.staging import A, Field, Staged, array
-from drafters.attend import Attend
 
 Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """Chooses draft tokens: (step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary,
@@ -31,6 +30,16 @@ of any stride, which gets the target ids) -> draft ids [R] int64."""
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function of tensors -> the same, compiled for any number of rows."""
+
+
+class Attend(Protocol):
+    """Attention as a head sees it; the callable's creator (paged cache, trainer, oracle) keeps K and V."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [T, Hq, Dk], key [T, Hkv, Dk] (both after RoPE), value [T, Hkv, Dv] -> [T, Hq, Dv].
+
+        `layer` indexes the head's `attention_specs`; scale and window come from there.
+        """
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ class DraftLoop(Protocol[L, D]):
     """Its name in messages, a plural."""
     num_modules: int
     """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states gets at most as
-    many drafts as it has states (`drafters.loops.module_arrays`)."""
+    many drafts as it has states (`drafters.loops.prefill`)."""
 
     @property
     def section(self) -> LoopSection[L, D]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
+from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, layout_of_folder
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder
+from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder, write_tensors
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.formats import (
@@ -22,7 +20,7 @@ from drafters.mtp.formats import (
     ERNIE,
     FORMATS,
     SPECULATORS,
-    Format,
+    MtpFormat,
     as_modules_are_named,
     dequantise,
     mixers_of,
@@ -79,20 +77,20 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
     folder = open_folder(path)
     form = _format_of(folder).of(target.config)
     modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
-    fields = [Field("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
+    fields = [ResolvedField("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, form, names, f"module {m}: " if len(modules) > 1 else "")
     if form.numbered:
-        fields.append(Field("blocks", ", ".join(mixers_of(target.config)), "config mtp_layers_block_type"))
+        fields.append(ResolvedField("blocks", ", ".join(mixers_of(target.config)), "config mtp_layers_block_type"))
     else:
         kinds = [attention_of(target.config, m) for m in range(len(modules))]
-        fields.append(Field("attention", ", ".join(dict.fromkeys(kind for kind, _ in kinds)), kinds[0][1]))
+        fields.append(ResolvedField("attention", ", ".join(dict.fromkeys(kind for kind, _ in kinds)), kinds[0][1]))
     first = {form.rename(rest) for rest in modules[0]}
     by_format, option = f"{form.name} checkpoints are read so", "option mtp_concat"
     order = "hidden_first" if how.hidden_first(form.hidden_first) else "embedding_first"
     fields += [
-        Field("concat", order, by_format if how.concat == "auto" else option),
-        Field(
+        ResolvedField("concat", order, by_format if how.concat == "auto" else option),
+        ResolvedField(
             "feedback", how.feedback, "default" if how.feedback == MtpConvention().feedback else "option mtp_feedback"
         ),
         by_presence({}, "final_norm", "norm.weight", "norm.weight" in first),
@@ -103,7 +101,9 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
     return HeadReport(folder.path, f"multi-token prediction, {form.name} names", tuple(fields), sum(sizes))
 
 
-def _module_fields(folder: CheckpointFolder, form: Format, names: Mapping[str, str], start: str) -> list[Field]:
+def _module_fields(
+    folder: CheckpointFolder, form: MtpFormat, names: Mapping[str, str], start: str
+) -> list[ResolvedField]:
     """Fields with the files of a module's tensors, and the tensors that are taken from the target instead."""
     own = {rest: full for rest, full in names.items() if rest not in _SHARED}
     files = sorted({folder.tensors[full].file.name for full in own.values()})
@@ -111,9 +111,9 @@ def _module_fields(folder: CheckpointFolder, form: Format, names: Mapping[str, s
     copies = [full for rest, full in names.items() if rest in _SHARED]
     shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
     return [
-        Field(f"{start}tensors", len(own), f"{', '.join(files)}: {_start(own)}*"),
-        Field(f"{start}projection", list(folder.tensors[projection].shape), projection),
-        Field(f"{start}embedding, lm_head", "the target's", shared),
+        ResolvedField(f"{start}tensors", len(own), f"{', '.join(files)}: {_start(own)}*"),
+        ResolvedField(f"{start}projection", list(folder.tensors[projection].shape), projection),
+        ResolvedField(f"{start}embedding, lm_head", "the target's", shared),
     ]
 
 
@@ -160,13 +160,11 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     config.dtype = head.eh_proj.weight.dtype  # of these tensors; the target's may be another
     folder = Path(folder)
     config.save_pretrained(folder)
-    partial = folder / "model.safetensors.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")  # last: a folder with weights is complete
+    write_tensors(folder, weights)
     return folder
 
 
-def _format_of(folder: CheckpointFolder) -> Format:
+def _format_of(folder: CheckpointFolder) -> MtpFormat:
     """The format of a checkpoint's modules. Raises HeadLoadError if it has none, or a format that is not supported."""
     if lookup(folder.config, "speculators_model_type") == "mtp":
         return SPECULATORS
@@ -184,7 +182,7 @@ def _format_of(folder: CheckpointFolder) -> Format:
     )
 
 
-def _modules(folder: CheckpointFolder, form: Format, num_layers: int) -> list[dict[str, str]]:
+def _modules(folder: CheckpointFolder, form: MtpFormat, num_layers: int) -> list[dict[str, str]]:
     """For every module, in order, its tensors' names inside it -> names in the files."""
     found: dict[int, dict[str, str]] = {}
     for full in folder.tensors:
@@ -212,7 +210,7 @@ def _modules(folder: CheckpointFolder, form: Format, num_layers: int) -> list[di
 
 def _load_module(
     folder: CheckpointFolder,
-    form: Format,
+    form: MtpFormat,
     module: int,
     names: Mapping[str, str],
     target: MtpTarget,
@@ -238,7 +236,7 @@ def _load_module(
 
 
 def _spec(
-    form: Format,
+    form: MtpFormat,
     weights: Mapping[str, torch.Tensor],
     convention: MtpConvention,
     mixers: tuple[str, ...],

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from attention.spec import AttentionSpec
 from drafters.base import Head
 from drafters.errors import HeadLoadError
 from drafters.mtp.spec import MtpSpec
-from drafters.unroll import TttAttend, shift_left, unroll
+from drafters.unroll import Gain, TttAttend, shift_left, unroll
 
-_MARGIN, _SIGMAS = 0.1, 4.0
-"""The other convention must be better by this many nats per token, and by this many standard errors."""
 _LEAST = 16
 """Fewest tokens of a text for a comparison."""
 _KNOWS = 0.7
@@ -46,14 +44,8 @@ class CheckedModule(Head, Protocol):
         """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
 
 
-class CheckedHead(Protocol):
-    """A head of one module or several of one input convention."""
-
-    attention_specs: tuple[AttentionSpec, ...]
-
-    @property
-    def mtp_modules(self) -> tuple[CheckedModule, ...]:
-        """Modules 0 … M-1."""
+Modules = Sequence[CheckedModule]
+"""One module, or several of one input convention."""
 
 
 @dataclass(frozen=True)
@@ -62,59 +54,65 @@ class Comparison:
 
     Attributes:
         option: the option of `SpeculativeModel.from_pretrained` that decides it; other: its other value.
-        chosen_nats, other_nats: mean surprise of the drafts at the target's own tokens; error: standard error of their
-            difference. limit: most nats of a convention that can be right. num_tokens: tokens compared.
+        chosen_nats, other_nats: mean surprise of the drafts at the target's own tokens; gain: their difference.
+        limit: most nats of a convention that can be right. num_tokens: tokens compared.
     """
 
     option: str
     other: str
     chosen_nats: float
     other_nats: float
-    error: float
+    gain: Gain
     limit: float
     num_tokens: int
 
     @property
     def other_is_right(self) -> bool:
         """Whether the other convention is better beyond doubt."""
-        gain = self.chosen_nats - self.other_nats
-        return self.other_nats <= self.limit and gain >= max(_MARGIN, _SIGMAS * self.error)
+        return self.other_nats <= self.limit and self.gain.is_clear
 
 
 @torch.no_grad()
 def compare_conventions(
-    head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
+    modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
     """Judge the order of the projection and, if K (`num_drafts`) is two or more, the feedback.
 
     A comparison is omitted if both conventions coincide (no final norm), if drafts are never fed back, or if the check
-    cannot run the module's kind of attention.
+    cannot run the modules' kind of attention.
 
     Args:
-        head: one module, or several of one input convention. token_ids: [T] int64, a text.
-        states: [T, H], the target's states after its final norm on that text.
+        token_ids: [T] int64, a text. states: [T, H], the target's states after its final norm on that text.
     """
-    modules = head.mtp_modules
-    if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.attention_specs):
+    attention = [spec for module in modules for spec in module.attention_specs]
+    if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in attention):
         return ()
-    spec, text = modules[0].spec, _Text(token_ids, states, modules[0].target_choice(states))
+    spec = modules[0].spec
     order = "embedding_first" if spec.hidden_first else "hidden_first"
-    swapped = _with_convention(modules, hidden_first=not spec.hidden_first)
-    found = [_compare("mtp_concat", order, modules, swapped, text, _FIRST)]
+    others: list[tuple[str, str, dict[str, Any], range]] = [
+        ("mtp_concat", order, {"hidden_first": not spec.hidden_first}, _FIRST)
+    ]
     if num_drafts > 1 and spec.final_norm:
         norm = "pre_norm" if spec.feedback == "post_norm" else "post_norm"
         drafts = _FED_BACK if len(modules) == 1 else range(2, min(_FED_BACK.stop, len(modules) + 1))
-        found.append(_compare("mtp_feedback", norm, modules, _with_convention(modules, feedback=norm), text, drafts))
+        others.append(("mtp_feedback", norm, {"feedback": norm}, drafts))
+    found = []
+    for option, other, changes, drafts in others:
+        chosen_nats = _nats(modules, token_ids, states, drafts)
+        other_nats = _nats(_with_convention(modules, changes), token_ids, states, drafts)
+        limit, gain = _KNOWS * math.log(len(modules[0].target_lm_head)), Gain.of(chosen_nats - other_nats)
+        nats = float(chosen_nats.mean()), float(other_nats.mean())
+        found.append(Comparison(option, other, *nats, gain, limit, len(chosen_nats)))
     return tuple(found)
 
 
-def check_convention(head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+def check_convention(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
     """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`.
 
     Raises:
         HeadLoadError: the other convention predicts the target's tokens far better; the message names the option.
     """
-    for found in compare_conventions(head, token_ids, states, num_drafts):
+    for found in compare_conventions(modules, token_ids, states, num_drafts):
         if found.other_is_right:
             raise HeadLoadError(
                 f"the multi-token-prediction module is read the wrong way: its drafts miss the target's own tokens by "
@@ -123,66 +121,35 @@ def check_convention(head: CheckedHead, token_ids: torch.Tensor, states: torch.T
             )
 
 
-@dataclass(frozen=True)
-class _Text:
-    """token_ids [T], the target's states [T, H] and its own choice after each token [T]."""
-
-    token_ids: torch.Tensor
-    states: torch.Tensor
-    wanted: torch.Tensor
-
-
-def _with_convention(modules: tuple[CheckedModule, ...], **changes: Any) -> tuple[CheckedModule, ...]:
+def _with_convention(modules: Modules, changes: Mapping[str, Any]) -> Modules:
     """The same weights under another convention."""
-    others = tuple(copy.copy(module) for module in modules)
+    others = [copy.copy(module) for module in modules]
     for other in others:
         other.spec = replace(other.spec, **changes)
     return others
 
 
-def _compare(
-    option: str,
-    value: str,
-    chosen: tuple[CheckedModule, ...],
-    other: tuple[CheckedModule, ...],
-    text: _Text,
-    drafts: range,
-) -> Comparison:
-    chosen_nats, other_nats = (_nats(each, text, drafts) for each in (chosen, other))
-    gain = chosen_nats - other_nats
-    return Comparison(
-        option=option,
-        other=value,
-        chosen_nats=float(chosen_nats.mean()),
-        other_nats=float(other_nats.mean()),
-        error=float(gain.std()) / len(gain) ** 0.5,
-        limit=_KNOWS * math.log(len(chosen[0].target_lm_head)),
-        num_tokens=len(gain),
-    )
-
-
-def _nats(modules: tuple[CheckedModule, ...], text: _Text, drafts: range) -> torch.Tensor:
+def _nats(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, drafts: range) -> torch.Tensor:
     """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
-    rows, last = len(text.token_ids) - drafts[-1], drafts[-1]
-    outputs = _chain(modules, text, last) if len(modules) > 1 else unroll(modules[0], *_batch(text), last)
-    nats = []
+    wanted, last = modules[0].target_choice(states), drafts[-1]
+    run = (
+        _chain(modules, token_ids, states)
+        if len(modules) > 1
+        else unroll(modules[0], token_ids[None], states[None], last)
+    )
+    rows, nats = len(token_ids) - last, []
     for draft in drafts:
         module = modules[(draft - 1) % len(modules)]
-        scores = module.whole_logits(outputs[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
-        nats.append(-scores.gather(-1, text.wanted[draft : draft + rows, None])[:, 0])
+        scores = module.whole_logits(run[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
+        nats.append(-scores.gather(-1, wanted[draft : draft + rows, None])[:, 0])
     return torch.stack(nats).mean(0)
 
 
-def _batch(text: _Text) -> tuple[torch.Tensor, torch.Tensor]:
-    return text.token_ids[None], text.states[None]
-
-
-def _chain(modules: tuple[CheckedModule, ...], text: _Text, count: int) -> list[torch.Tensor]:
-    """Outputs [T, H] of modules 0 … count-1, each over the whole text and the output of the one before."""
-    (ids, states), outputs = _batch(text), list[torch.Tensor]()
-    hidden, positions = states[0], torch.arange(ids.shape[1], device=ids.device)
-    for m, module in enumerate(modules[:count]):
-        attend = TttAttend(module.attention_specs, 1, ids.shape[1])
-        outputs.append(module.forward(shift_left(ids, m + 1)[0], hidden, positions, attend))
+def _chain(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs [T, H] of each module, over the whole text and the output of the one before."""
+    hidden, positions, outputs = states, torch.arange(len(token_ids), device=token_ids.device), list[torch.Tensor]()
+    for m, module in enumerate(modules):
+        attend = TttAttend(module.attention_specs, 1, len(token_ids))
+        outputs.append(module.forward(shift_left(token_ids[None], m + 1)[0], hidden, positions, attend))
         hidden = module.feedback(outputs[-1])
     return outputs

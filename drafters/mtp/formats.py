@@ -22,7 +22,7 @@ _MIXERS = ("full_attention", "moe", "mlp")
 
 
 @dataclass(frozen=True)
-class Format:
+class MtpFormat:
     """How one format names the tensors of a module.
 
     Attributes:
@@ -44,7 +44,7 @@ class Format:
     numbered: bool = False
     blocks: int = 1
 
-    def of(self, config: PreTrainedConfig) -> Format:
+    def of(self, config: PreTrainedConfig) -> MtpFormat:
         """The format with the number of blocks that a target's configuration names.
 
         Raises:
@@ -65,11 +65,11 @@ class Format:
 
 
 _ENTRIES = tomllib.loads(files("drafters").joinpath("mtp/formats.toml").read_text("utf-8"))
-DEEPSEEK, MIMO, ERNIE, QWEN, NEMOTRON = (Format(name, **entry) for name, entry in _ENTRIES.items())
+DEEPSEEK, MIMO, ERNIE, QWEN, NEMOTRON = (MtpFormat(name, **entry) for name, entry in _ENTRIES.items())
 SPECULATORS = replace(MIMO, name="speculators", hidden_first=False)
 """Source: vllm-project/speculators: MiMo's names with the embedding first."""
 
-FORMATS: Mapping[Layout, Format] = {
+FORMATS: Mapping[Layout, MtpFormat] = {
     Layout.MTP_DEEPSEEK: DEEPSEEK,
     Layout.MTP_MIMO: MIMO,
     Layout.MTP_ERNIE: ERNIE,

@@ -12,7 +12,7 @@ released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-projec
 Nemotron-H vllm-project/vllm, nemotron_h_mtp.py).
 
 Which rows each module runs, and why one vector per request and module is carried from round to round: see
-`drafters.loops.module_arrays`.
+`drafters.loops.prefill`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from torch.nn import functional as F
 
 from attention.hf.port import AttentionPort
 from attention.hf.probe import AttentionCall, recorded_calls
-from drafters.base import FINAL_NORM, Attend
+from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
-from drafters.loops.base import LoopSize
-from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_passes import MtpPasses
-from drafters.loops.module_passes import ModulePasses
-from drafters.loops.modules import ModuleLoop
+from drafters.loops.base import Attend, LoopSize
+from drafters.loops.chain import ChainLoop, ModuleLoop
+from drafters.loops.head_passes import MtpPasses
 from drafters.mtp.convention_check import check_convention
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 from drafters.vocab import check_offsets, offsets_of
@@ -217,7 +215,7 @@ class MtpHead(nn.Module):
         return ChainLoop(self, lambda: MtpPasses(self))
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        check_convention(self, token_ids, states, num_drafts)
+        check_convention(self.mtp_modules, token_ids, states, num_drafts)
 
 
 def _draft_on(modules: Sequence[MtpHead], target_ids: torch.Tensor) -> None:
@@ -242,7 +240,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class MtpStack(nn.Module):
-    """M modules over one target, a `ModuleStack`. Layer m of their cache group is module m's.
+    """M modules over one target. Layer m of their cache group is module m's.
 
     As a plain `drafters.base.Head` it is its first module, which can also draft without the others.
     """
@@ -273,10 +271,6 @@ class MtpStack(nn.Module):
     def module(self, step: int) -> MtpHead:
         """The module that makes draft step+1."""
         return self.heads[step % len(self.heads)]  # type: ignore[return-value]
-
-    def passes(self, num_modules: int) -> tuple[ModulePasses, ...]:
-        taking_turns = self.mtp_modules[:num_modules]
-        return tuple(ModulePasses(own, taking_turns[m - 1]) for m, own in enumerate(taking_turns))
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
@@ -321,7 +315,7 @@ class MtpStack(nn.Module):
 
     def draft_loop(self, limits: LoopSize) -> ModuleLoop | ChainLoop:
         """A loop over the modules in turn, at most one per draft; for one draft, the chain of the first."""
-        return ModuleLoop(self, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
+        return ModuleLoop(self.mtp_modules, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        check_convention(self, token_ids, states, num_drafts)
+        check_convention(self.mtp_modules, token_ids, states, num_drafts)

@@ -86,7 +86,7 @@ Features = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchLoss:
     """Loss (scalar, the decayed sum over steps) and counts of one batch: tensors, so that nothing waits for the device.
 
     accepted: [steps] chains whose drafts are all right up to and including this step.
@@ -128,7 +128,7 @@ def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch
 
 def evaluate_batch(
     head: Head, batch: Batch, aux_hidden_states: torch.Tensor, logits: torch.Tensor, steps: int, decay: float
-) -> Outcome:
+) -> BatchLoss:
     """Run the training-time test on a batch and score every step.
 
     A draft counts as accepted when it is the answer's own token and all drafts before it were: greedy verification
@@ -150,7 +150,7 @@ def evaluate_batch(
         right = right & (drafts == shift_left(batch.token_ids, step + 2)) & mask
         accepted.append(right.sum())
         possible.append(mask.sum())
-    return Outcome(torch.stack(losses).sum(), torch.stack(accepted), torch.stack(possible))
+    return BatchLoss(torch.stack(losses).sum(), torch.stack(accepted), torch.stack(possible))
 
 
 def _soft_cross_entropy(scores: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""Checkpoints of a training run: a killed run continues from the last one and ends with the same head."""
+"""The settings of a training run, and its checkpoints, from which a killed run goes on and ends with the same head."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic
 
@@ -19,13 +20,63 @@ from attention.errors import InvalidInputError
 from drafters.base import Save, TrainedHead
 from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.training.files import damage, whole_folder, write_file
-from drafters.training.train_config import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. Two runs with equal configuration, data and device kind give the same head.
+
+    Attributes:
+        steps: optimizer steps; the learning rate's cosine ends here. batch_size: sequences per step.
+        ttt_steps, decay: steps of the training-time test, and the loss weight decay^i of step i.
+        learning_rate, warmup_steps, weight_decay, beta2, clip: AdamW (beta1 0.9), linear warm-up, gradient norm.
+        seed: seed of the batches, which are padded to a multiple of `pad_multiple` tokens (few shapes for a compiler).
+        log_every: steps between two readings of the loss (each waits for the device).
+        held_out_every: steps between two measurements of held-out acceptance.
+        checkpoint_every, keep_checkpoints: steps between two checkpoints, and how many stay.
+        bfloat16: autocast to bfloat16 on CUDA (never on CPU). compile: run the loss through torch.compile.
+    """
+
+    steps: int = 1500
+    batch_size: int = 48
+    ttt_steps: int = 5
+    decay: float = 0.8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    beta2: float = 0.95
+    clip: float = 1.0
+    seed: int = 0
+    pad_multiple: int = 64
+    log_every: int = 10
+    held_out_every: int = 250
+    checkpoint_every: int = 250
+    keep_checkpoints: int = 2
+    bfloat16: bool = True
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for values that no run can use."""
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if isinstance(value, bool) or own.name in ("seed", "warmup_steps", "weight_decay"):
+                continue
+            if not 0 < value < math.inf:
+                raise InvalidInputError(f"{own.name} must be positive and finite, not {value}")
+        if self.seed < 0:
+            raise InvalidInputError(f"seed must not be negative; given is {self.seed}")
+        if self.warmup_steps < 0 or self.weight_decay < 0 or not 0 < self.decay <= 1 or not 0 < self.beta2 < 1:
+            raise InvalidInputError(
+                f"allowed are warmup_steps >= 0, weight_decay >= 0, 0 < decay <= 1 and 0 < beta2 < 1; given are "
+                f"{self.warmup_steps}, {self.weight_decay}, {self.decay} and {self.beta2}"
+            )
+
 
 FREE_SETTINGS = ("log_every", "keep_checkpoints", "checkpoint_every")
 """Settings that may differ between a run and its continuation: they do not change the result."""
 _NAME = re.compile(r"step-(\d+)")
 _STATE, _EVALUATION = "trainer.pt", "evaluation.json"
-_PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history", "rng", "cuda_rng")
+_PARTS = ("step", "data", "head", "optimizer", "scheduler", "history", "rng", "cuda_rng")
 """Keys of the state in trainer.pt."""
 
 
@@ -84,7 +135,6 @@ def save_checkpoint(
     final = run.folder / f"step-{step:07d}"
     state = {
         "step": step,
-        "config": asdict(run.config),
         "data": run.data,
         "head": learner.head.state_dict(),
         "optimizer": learner.optimizer.state_dict(),
@@ -119,14 +169,17 @@ def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[
     Damaged checkpoints are named on `console` and renamed to step-N.damaged.
 
     Raises:
-        InvalidInputError: the checkpoint is of a run with another configuration, other answers or another head.
+        InvalidInputError: the checkpoint is of a run on other answers. (Who starts a run compares its other settings.)
         RunFolderError: checkpoints exist, and all are damaged.
     """
     found = checkpoints(run.folder)
     if not found:
         return 0, []
     path, state = _newest_good(found, console)
-    _check_same_run(path, state, run, learner.head)
+    if state["data"] != run.data:
+        raise InvalidInputError(
+            f"{path} learned from other answers ({state['data']} -> {run.data}); use those, or another output folder"
+        )
     learner.head.load_state_dict(state["head"])
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.scheduler.load_state_dict(state["scheduler"])
@@ -195,22 +248,3 @@ def _set_aside(broken: list[tuple[Path, str]], good: Path, console: Console) -> 
             f"checkpoint {path.name} is damaged ({reason}) and kept as {aside.name}; the run goes on from {good.name}"
         )
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _check_same_run(path: Path, state: dict[str, Any], run: Run, head: torch.nn.Module) -> None:
-    now = asdict(run.config)
-    differing = [
-        f"{name}: {value} -> {now.get(name)}"
-        for name, value in state["config"].items()
-        if name not in FREE_SETTINGS and value != now.get(name)
-    ]
-    if state["data"] != run.data:
-        differing.append(f"answers to learn from: {state['data']} -> {run.data}")
-    if differing:
-        raise InvalidInputError(
-            f"{path} is of another run (there -> asked for): {'; '.join(differing)}. Use those, or another output "
-            "folder."
-        )
-    shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if shapes != {name: tensor.shape for name, tensor in state["head"].items()}:
-        raise InvalidInputError(f"{path} holds a head of another shape; use another output folder")

@@ -18,18 +18,18 @@ from drafters.base import Save, TrainedHead
 from drafters.errors import TrainingDivergedError
 from drafters.training.data import AnswerSet
 from drafters.training.files import whole_folder
-from drafters.training.objective import Batch, Features, Outcome, evaluate_batch, held_out_batches, training_batches
+from drafters.training.objective import Batch, BatchLoss, Features, evaluate_batch, held_out_batches, training_batches
 from drafters.training.state import (
     Learner,
     Measurement,
     Run,
+    TrainConfig,
     checkpoints,
     keep_evaluation,
     kept_evaluation,
     restore,
     save_checkpoint,
 )
-from drafters.training.train_config import TrainConfig
 
 
 class TrainingDisplay(Progress):
@@ -145,7 +145,7 @@ class _Scorer(Generic[TrainedHead]):
         self._autocast = config.bfloat16 and self.device.type == "cuda"
         self._evaluate = torch.compile(evaluate_batch) if config.compile else evaluate_batch
 
-    def __call__(self, batch: Batch) -> Outcome:
+    def __call__(self, batch: Batch) -> BatchLoss:
         with torch.no_grad():
             aux_hidden_states, logits = self._features(batch.token_ids, batch.real)
         aux_hidden_states = aux_hidden_states.to(torch.bfloat16 if self._autocast else torch.float32)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import numpy as np
 
-from evals.acceptance import metrics
+from evals.acceptance.metrics import DEFINITIONS
 from evals.acceptance.summary import (
     DRAWS,
     INTERVAL_DEFINITION,
@@ -28,11 +27,11 @@ from evals.acceptance.summary import (
     question_rows,
     summarize,
 )
-from evals.data.datasets import DataSet, digest
+from evals.data.datasets import digest
 from evals.errors import DataError
 from evals.runs.answers import Answer, failures, seconds_a_round
-from evals.runs.conversations import Asking, Configuration, Work
-from evals.runs.executor import Executor, Report, collect, warm_up
+from evals.runs.conversations import Configuration, Work
+from evals.runs.executor import Executor, Plan, Report, collect
 from evals.runs.store import RunStore, data_facts, model_facts, versions
 from specdec.interrupts import interrupts_as_they_are
 
@@ -42,18 +41,6 @@ PREDICTION_DEFINITION = (
     "measured time of a round of B rows, on a straight line in K between and beyond the measured K (marked *; level "
     "where the measured times fall with K)."
 )
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One cell of the table; `extrapolated` when K lies beyond what was measured."""
-
-    batch_size: int
-    k: int
-    tokens_per_round: float
-    round_s: float
-    speedup: float
-    extrapolated: bool
 
 
 def expected_tokens(conditional: Sequence[float], k: int) -> float:
@@ -88,52 +75,40 @@ def round_seconds(measured: Mapping[int, float], k: int) -> float:
 
 def predict(
     conditional: Sequence[float], step_times: Mapping[int, Mapping[int, float]], ks: Sequence[int]
-) -> list[Prediction]:
-    """The table. step_times: {batch size: {K: seconds a round}}, with K = 0 in every row."""
+) -> list[Json]:
+    """The table, a cell for each batch size and K; `extrapolated` where K lies beyond what was measured.
+
+    step_times: {batch size: {K: seconds a round}}, with K = 0 in every row.
+    """
     table = []
     for batch_size, measured in sorted(step_times.items()):
         for k in ks:
             tokens, seconds = expected_tokens(conditional, k), round_seconds(measured, k)
-            speedup = tokens * measured[0] / seconds if seconds > 0 else float("nan")
-            beyond = k > len(conditional) or k > max(measured)
-            table.append(Prediction(batch_size, k, tokens, seconds, speedup, beyond))
+            cell = {
+                "batch_size": batch_size,
+                "k": k,
+                "tokens_per_round": tokens,
+                "round_s": seconds,
+                "speedup": tokens * measured[0] / seconds if seconds > 0 else float("nan"),
+                "extrapolated": k > len(conditional) or k > max(measured),
+            }
+            table.append(cell)
     return table
 
 
-def best(table: Sequence[Prediction]) -> dict[int, Prediction]:
+def best(table: Sequence[Json]) -> Json:
     """The fastest cell of each batch size within what was measured; none when no K there is faster than K = 0."""
-    fastest: dict[int, Prediction] = {}
+    fastest: Json = {}
     for cell in table:
-        rival = fastest.get(cell.batch_size)
-        if not cell.extrapolated and cell.speedup > (rival.speedup if rival else 1.0):
-            fastest[cell.batch_size] = cell
+        rival = fastest.get(str(cell["batch_size"]))
+        if not cell["extrapolated"] and cell["speedup"] > (rival["speedup"] if rival else 1.0):
+            fastest[str(cell["batch_size"])] = cell
     return fastest
 
 
 BASELINE = "target alone"
 SCHEMA_VERSION = 1
 SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second configuration / the same of the first."
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An acceptance run: the questions (`data`), the configurations (`arms`), how questions are sent.
-
-    Attributes:
-        batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
-        predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
-        worst: how many questions of lowest τ are shown with their drafts.
-        repeats: runs over all questions, whose times are taken together. Not among the settings: more can be added.
-    """
-
-    data: DataSet
-    arms: tuple[Configuration, ...]
-    asking: Asking
-    batch_size: int = 1
-    warmup: int = 1
-    predict_batch_sizes: tuple[int, ...] = ()
-    worst: int = 0
-    repeats: int = 1
 
 
 def sweep(ks: Sequence[int]) -> tuple[Configuration, ...]:
@@ -164,8 +139,9 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
         DataError: every question failed.
     """
     if plan.warmup and len(store.answers) < len(plan.data.questions) * len(plan.arms):
-        warm_up(executor, plan.data, plan.arms, plan.asking, plan.batch_size, plan.warmup)
-    answers = collect(executor, plan.data, plan.arms, plan.asking, store, batch_size=plan.batch_size, report=report)
+        for _ in executor.run(plan.works[:1] * plan.warmup):  # whose answers are dropped
+            pass
+    answers = collect(executor, plan, store, report)
     kept = by_arm(answers, plan.arms)
     if not kept[plan.arms[0].name]:
         raise DataError(f"every question failed; the first error: {next(a.error for a in answers if a.error)}")
@@ -175,9 +151,8 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
 
 def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> ByArm:
     """The answers of a further run by configuration, to the questions that failed in none of them."""
-    arms = [replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms]
-    answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
-    found = by_arm(answers, arms)
+    arms = tuple(replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms)
+    found = by_arm(collect(executor, replace(plan, arms=arms), store, report), arms)
     return {arm.name: found[repeat.name] for arm, repeat in zip(plan.arms, arms, strict=True)}
 
 
@@ -213,7 +188,9 @@ def _document(
         "arms": summaries,
         "questions": rows,
         "failures": failures(answers),
-        "not_measured": [arm.name for arm in plan.arms if arm.k and not _drafts(kept[arm.name])],
+        "not_measured": [
+            arm.name for arm in plan.arms if arm.k and not any(r.drafted for a in kept[arm.name] for r in a.rounds)
+        ],
         "worst": _worst(executor, plan, rows),
     }
     if baseline is None:
@@ -230,11 +207,7 @@ def _document(
 def definitions() -> dict[str, str]:
     """The sentence that defines each number of the document."""
     return {
-        **{metric.key: metric.definition for metric in metrics.METRICS},
-        "conditional": metrics.CONDITIONAL,
-        "unconditional": metrics.UNCONDITIONAL,
-        "per_position_vllm": metrics.VLLM_POSITIONS,
-        "histogram": metrics.HISTOGRAM,
+        **DEFINITIONS,
         "interval": INTERVAL_DEFINITION,
         "identical_to_target_alone": "Questions whose token ids, over all turns, equal those of the target alone.",
     }
@@ -261,13 +234,9 @@ def _prediction(executor: Executor, plan: Plan, kept: ByArm, summaries: Sequence
     table = predict(conditional, times, ks)
     return {
         "round_seconds": {str(size): {str(k): s for k, s in row.items()} for size, row in times.items()},
-        "table": [asdict(cell) for cell in table],
-        "best": {str(size): asdict(cell) for size, cell in best(table).items()},
+        "table": table,
+        "best": best(table),
     }
-
-
-def _drafts(answers: Sequence[Answer]) -> int:
-    return sum(record.drafted for answer in answers for record in answer.rounds)
 
 
 def _worst(executor: Executor, plan: Plan, rows: Sequence[Json]) -> list[Json]:
@@ -293,12 +262,3 @@ def _worst(executor: Executor, plan: Plan, rows: Sequence[Json]) -> list[Json]:
         for answer in done
     ]
     return sorted(found, key=lambda entry: (entry["tau"], entry["question_id"]))
-
-
-def without_times(document: Any) -> Any:
-    """The document without its "timing" parts: what two runs of the same settings have in common."""
-    if isinstance(document, dict):
-        return {key: without_times(value) for key, value in document.items() if key != "timing"}
-    if isinstance(document, list):
-        return [without_times(value) for value in document]
-    return document

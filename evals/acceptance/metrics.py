@@ -42,16 +42,21 @@ class Metric:
     share: bool = False
     round_length: bool = False
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The columns that it reads."""
+        return frozenset((*self.over, *self.under))
+
     def limits(self, k: float) -> tuple[float, float]:
         """Lowest and highest possible value with K = `k`."""
         if self.share:
             return 0.0, 1.0
         return (1.0, k + 1) if self.round_length else (-np.inf, np.inf)
 
-    def of(self, sums: Mapping[str, np.ndarray]) -> np.ndarray:
+    def of(self, sums: Mapping[str, np.ndarray | float]) -> np.ndarray:
         """The metric of summed columns, each of any one shape; NaN where a denominator is zero."""
-        over = np.prod([sums[name] for name in self.over], axis=0)
-        under = np.prod([sums[name] for name in self.under], axis=0)
+        over = np.prod([np.asarray(sums[name]) for name in self.over], axis=0)
+        under = np.prod([np.asarray(sums[name]) for name in self.under], axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(under == 0, np.nan, over / under)
         return np.asarray(self.offset + ratio)
@@ -65,20 +70,30 @@ def _read(key: str, entry: dict[str, Any]) -> Metric:
 _ENTRIES = tomllib.loads(files("evals").joinpath("acceptance/metrics.toml").read_text("utf-8"))
 METRICS: tuple[Metric, ...] = tuple(_read(key, entry) for key, entry in _ENTRIES.items())
 
-CONDITIONAL = "P(draft j accepted | drafts 1..j-1 accepted and draft j existed): accepted at j / rounds that reached j."
-UNCONDITIONAL = "P(drafts 1..j all accepted | draft j existed): accepted at j / rounds that had a draft j."
-VLLM_POSITIONS = (
-    "vLLM's per-position acceptance rate: rounds that accepted drafts 1..j / all rounds that had drafts, also those "
-    "that a limit left fewer than j, drafts after a stop included."
-)
-HISTOGRAM = "Rounds by the number of accepted drafts that were kept."
-
-
 _POSITIONS = {
-    "conditional": (CONDITIONAL, "accepted_at_{}", "reached_{}"),
-    "unconditional": (UNCONDITIONAL, "accepted_at_{}", "offered_{}"),
-    "per_position_vllm": (VLLM_POSITIONS, "raw_accepted_at_{}", "drafting_rounds"),
+    "conditional": (
+        "P(draft j accepted | drafts 1..j-1 accepted and draft j existed): accepted at j / rounds that reached j.",
+        "accepted_at_{}",
+        "reached_{}",
+    ),
+    "unconditional": (
+        "P(drafts 1..j all accepted | draft j existed): accepted at j / rounds that had a draft j.",
+        "accepted_at_{}",
+        "offered_{}",
+    ),
+    "per_position_vllm": (
+        "vLLM's per-position acceptance rate: rounds that accepted drafts 1..j / all rounds that had drafts, also "
+        "those that a limit left fewer than j, drafts after a stop included.",
+        "raw_accepted_at_{}",
+        "drafting_rounds",
+    ),
 }
+DEFINITIONS = {
+    **{metric.key: metric.definition for metric in METRICS},
+    **{kind: definition for kind, (definition, _, _) in _POSITIONS.items()},
+    "histogram": "Rounds by the number of accepted drafts that were kept.",
+}
+"""The sentence that defines each number of one configuration."""
 
 
 def position_metrics(width: int) -> dict[str, list[Metric]]:
@@ -99,15 +114,15 @@ def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None
         answers: of one configuration, without errors. k: its K.
         baseline: the target-alone answers to the same questions, in the same order.
     """
-    rows = [_question_sums(answer, k) for answer in answers]
+    rows = [question_sums(answer, k) for answer in answers]
     if baseline is not None:
         for row, base in zip(rows, baseline, strict=True):
-            row.update({f"base_{name}": value for name, value in _question_sums(base, 0).items()})
+            row.update({f"base_{name}": value for name, value in question_sums(base, 0).items()})
     names = rows[0] if rows else {}
     return {name: np.array([row[name] for row in rows], np.float64) for name in names}
 
 
-def _question_sums(answer: Answer, k: int) -> dict[str, float]:
+def question_sums(answer: Answer, k: int) -> dict[str, float]:
     """Counts of rounds cut at a stop, and before that (raw); tokens of the answers as each tool counts them; times."""
     stats, rounds, turns = pool(answer.rounds), answer.rounds, answer.turns
     raw_accepted, wall = sum(r.accepted for r in rounds), sum(turn.wall_s for turn in turns)

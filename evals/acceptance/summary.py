@@ -15,7 +15,7 @@ from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 
-from evals.acceptance.metrics import METRICS, Columns, Metric, columns, histogram, position_metrics
+from evals.acceptance.metrics import METRICS, Columns, Metric, columns, histogram, position_metrics, question_sums
 from evals.errors import require
 from evals.runs.answers import Answer, Json
 from evals.runs.conversations import Configuration
@@ -42,57 +42,56 @@ class Value:
 
 
 class Resampling:
-    """Fixed resamples: how often each question is drawn, [draws, questions]. k: drafts a round, which limits values."""
+    """Fixed resamples: how often each question is drawn. k: drafts a round, which limits values."""
 
     def __init__(self, questions: int, seed: int, draws: int = DRAWS, k: float = np.inf) -> None:
         self._k = k
         rng = np.random.default_rng(seed)
         self.questions = questions
-        self._weights = rng.multinomial(questions, np.full(questions, 1 / questions), size=draws).astype(np.float64)
+        drawn = rng.multinomial(questions, np.full(questions, 1 / questions), size=draws)
+        self._weights = np.vstack([np.ones(questions), drawn])  # [1 + draws, questions], first the questions themselves
 
     def value(self, metric: Metric, *runs: Columns) -> Value:
         """One metric of columns [questions]. Of times the interval includes the scatter of several runs."""
-        if metric.timing and len(runs) > 1:
-            return self._repeated(metric, runs)
-        columns = runs[0]
-        estimate, draws = metric.of(_total(columns, metric)), metric.of(self._resampled(columns, metric))
-        if metric.timing and self.questions < FEW and estimate > 0:
-            return _exp(self._interval(np.log(estimate), _logs(draws)))
-        found = self._interval(estimate, draws)
+        if metric.timing and (len(runs) > 1 or self.questions < FEW):
+            return self._of_times(metric, runs)
+        found = self._interval(self._drawn(metric, runs[0]))
         return Value(found.estimate, *np.clip((found.low, found.high), *metric.limits(self._k)).tolist())
 
-    def _repeated(self, metric: Metric, runs: Sequence[Columns]) -> Value:
-        mean = {name: np.mean([run[name] for run in runs], axis=0) for name in {*metric.over, *metric.under}}
-        estimate = float(metric.of(_total(mean, metric)))
-        of_run = np.array([metric.of(_total(run, metric)) for run in runs])
-        error, freedom = self._error(_logs(metric.of(self._resampled(mean, metric))))
-        between = float(_logs(of_run).var(ddof=1)) / len(runs)
-        variance = error**2 + between
-        if not np.isfinite(variance) or not variance:
-            return Value(estimate)
-        freedom = variance**2 / (error**4 / freedom + between**2 / (len(runs) - 1))
-        return _exp(_student(math.log(estimate), math.sqrt(variance), freedom))
+    def _of_times(self, metric: Metric, runs: Sequence[Columns]) -> Value:
+        drawn = self._drawn(metric, {name: np.mean([run[name] for run in runs], axis=0) for name in metric.names})
+        error, freedom = self._error(_logs(drawn))
+        variance = error**2
+        if len(runs) > 1:
+            of_run = _logs(np.array([self._drawn(metric, run)[0] for run in runs]))
+            between = float(of_run.var(ddof=1)) / len(runs)
+            variance += between
+            if variance:
+                freedom = variance**2 / (error**4 / freedom + between**2 / (len(runs) - 1))
+        if not np.isfinite(variance) or (len(runs) > 1 and not variance):
+            return Value(float(drawn[0]))
+        return Value(*np.exp(astuple(_student(math.log(drawn[0]), math.sqrt(variance), freedom))).tolist())
 
     def difference(self, metric: Metric, left: Columns, right: Columns) -> Value:
         """metric(right) - metric(left), paired: both are taken from the same resamples."""
-        estimate = metric.of(_total(right, metric)) - metric.of(_total(left, metric))
-        draws = metric.of(self._resampled(right, metric)) - metric.of(self._resampled(left, metric))
-        return self._interval(estimate, draws)
+        return self._interval(self._drawn(metric, right) - self._drawn(metric, left))
 
-    def _resampled(self, columns: Columns, metric: Metric) -> dict[str, np.ndarray]:
-        return {name: self._weights @ columns[name] for name in {*metric.over, *metric.under}}
+    def _drawn(self, metric: Metric, columns: Columns) -> np.ndarray:
+        """[1 + draws] the metric of all questions, then of each resample."""
+        return metric.of({name: self._weights @ columns[name] for name in metric.names})
 
-    def _interval(self, estimate: np.ndarray, draws: np.ndarray) -> Value:
+    def _interval(self, drawn: np.ndarray) -> Value:
+        estimate = float(drawn[0])
         if self.questions < FEW:
-            return _student(float(estimate), *self._error(draws))
-        draws = draws[np.isfinite(draws)]
+            return _student(estimate, *self._error(drawn))
+        draws = drawn[1:][np.isfinite(drawn[1:])]
         if not draws.size:
-            return Value(float(estimate))
-        return Value(float(estimate), *np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist())
+            return Value(estimate)
+        return Value(estimate, *np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist())
 
-    def _error(self, draws: np.ndarray) -> tuple[float, float]:
+    def _error(self, drawn: np.ndarray) -> tuple[float, float]:
         """The standard error of resampled questions, and its degrees of freedom; NaN of fewer than two questions."""
-        draws = draws[np.isfinite(draws)]
+        draws = drawn[1:][np.isfinite(drawn[1:])]
         if self.questions < 2 or not draws.size:
             return math.nan, math.nan
         # Resamples scatter like n questions around their own mean: less than the truth by (n - 1) / n.
@@ -103,20 +102,12 @@ def _logs(draws: np.ndarray) -> np.ndarray:
     return np.log(np.where(draws > 0, draws, np.nan))
 
 
-def _exp(value: Value) -> Value:
-    return Value(*np.exp(astuple(value)).tolist())
-
-
 def _student(estimate: float, error: float, freedom: float) -> Value:
     require("scipy", "eval")
     from scipy.stats import t
 
     half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
     return Value(estimate, estimate - half, estimate + half)
-
-
-def _total(columns: Columns, metric: Metric) -> dict[str, np.ndarray]:
-    return {name: columns[name].sum() for name in {*metric.over, *metric.under}}
 
 
 ByArm = dict[str, list[Answer]]
@@ -181,17 +172,15 @@ def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Config
 
 
 def _question(answer: Answer, arm: Configuration) -> Json:
-    sums = columns([answer], arm.k)
-    tau = _finite(float(_by_key("tau").of(sums)[0]))
-    wall_s = float(sums["wall_s"][0])
+    sums = question_sums(answer, arm.k)
     return {
-        "tau": tau,
-        "rounds": int(sums["rounds"][0]),
-        "drafted": int(sums["drafted"][0]),
-        "accepted": int(sums["accepted"][0]),
+        "tau": _finite(float(_by_key("tau").of(sums))),
+        "rounds": sums["rounds"],
+        "drafted": sums["drafted"],
+        "accepted": sums["accepted"],
         "new_tokens": [len(turn.token_ids) for turn in answer.turns],
         "finish_reasons": [turn.finish_reason for turn in answer.turns],
-        "timing": {"wall_s": wall_s, "tokens_per_s": _finite(float(_by_key("tokens_per_s").of(sums)[0]))},
+        "timing": {"wall_s": sums["wall_s"], "tokens_per_s": _finite(float(_by_key("tokens_per_s").of(sums)))},
     }
 
 

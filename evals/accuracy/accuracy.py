@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lm_eval
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager
 
 from evals.acceptance.acceptance import definitions, sweep
 from evals.acceptance.summary import ByArm, Json, by_arm, summarize
-from evals.accuracy import scoring as paired
 from evals.accuracy.engine_lm import EngineLM, Report
-from evals.accuracy.scoring import check_programs_run
-from evals.data import task_data
+from evals.accuracy.task_functions import check_programs_run, gsm8k
 from evals.data.datasets import digest
 from evals.errors import DataError
 from evals.runs.answers import Answer
@@ -30,6 +29,11 @@ OWN_TASKS = ("specdec_arithmetic", "specdec_humaneval")
 _LOCAL = ("gsm8k", "gsm8k_cot")
 TASKS = Path(__file__).parent / "tasks"
 _KEPT = ("results", "versions", "n-shot", "n-samples", "higher_is_better")
+MCNEMAR = (
+    "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one configuration has right."
+)
+INTERVAL = "95% interval of the paired difference of proportions, Agresti and Min (Statistics in Medicine 24, 2005)."
+_Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class AccuracyPlan:
         tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
         k: drafts a round of the speculative configuration. limit: first N documents of each task, None for all.
         num_fewshot: None for the task's own number. max_gen_toks: where the task gives none.
-        chat_template: prompts go through it. unsafe_code: allow tasks that run code the model wrote.
+        chat_template: prompts go through it; None: where the tokenizer has one.
+        unsafe_code: allow tasks that run code the model wrote.
     """
 
     tasks: tuple[str, ...]
@@ -48,7 +53,7 @@ class AccuracyPlan:
     data_dir: Path | None = None
     limit: int | None = None
     num_fewshot: int | None = None
-    chat_template: bool = False
+    chat_template: bool | None = False
     max_gen_toks: int = 256
     seed: int = 0
     unsafe_code: bool = False
@@ -62,8 +67,14 @@ class AccuracyPlan:
 def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
     """All that the answers depend on."""
     asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
+    asked["chat_template"] = _is_templated(plan, facts["chat_template_sha256"])
     found: Json = json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
     return found
+
+
+def _is_templated(plan: AccuracyPlan, template: Any) -> bool:
+    """template: the tokenizer's, or its hash; None where it has none."""
+    return bool(template) if plan.chat_template is None else plan.chat_template
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ def prepare(plan: AccuracyPlan) -> Prepared:
     for task in plan.tasks:
         if task not in manager.all_tasks:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
-    found = _one_by_one(get_task_dict(_tasks(plan), manager))
+    found = manager.load(_tasks(plan))["tasks"].values()
     for task in found:
         if task.OUTPUT_TYPE != "generate_until":
             raise DataError(
@@ -119,7 +130,7 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
             "seed": plan.seed,
             "prompts_sha256": digest([a.question_id for a in baseline]),
         },
-        "definitions": {**definitions(), "mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
+        "definitions": {**definitions(), "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "scores": scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
@@ -130,13 +141,6 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
-
-
-def prefix_cache(side: EngineLM) -> Json:
-    """Prefix cache hits of a model's generated prompts: tokens, and the share of those found."""
-    prompts, found = side.prompt_tokens, side.prefix_hit_tokens
-    rate = found / prompts if prompts else None
-    return {"prompt_tokens": prompts, "hit_tokens": found, "cached_tokens": side.cached_tokens, "hit_rate": rate}
 
 
 def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) -> list[Json]:
@@ -161,12 +165,15 @@ def _evaluate(model: EngineLM, prepared: Prepared) -> Json:
         tasks=_tasks(plan),
         num_fewshot=plan.num_fewshot,
         limit=plan.limit,
-        apply_chat_template=plan.chat_template,
+        apply_chat_template=_is_templated(plan, model.tokenizer.chat_template),
         task_manager=prepared.manager,
         bootstrap_iters=0,
         confirm_run_unsafe_code=plan.unsafe_code,
     )
-    return {**found, "prefix_cache": prefix_cache(model)}
+    return {
+        **found,
+        "prefix_cache": {name.removeprefix("prefix_"): value for name, value in model.cache_facts().items()},
+    }
 
 
 def _tasks(plan: AccuracyPlan) -> list[Any]:
@@ -174,15 +181,9 @@ def _tasks(plan: AccuracyPlan) -> list[Any]:
     if plan.data_dir is None:
         return list(plan.tasks)
     local = [task for task in plan.tasks if task in _LOCAL]
-    members = [{"task": task, "custom_dataset": task_data.gsm8k} for task in local]
+    members = [{"task": task, "custom_dataset": gsm8k} for task in local]
     others: list[Any] = [task for task in plan.tasks if task not in _LOCAL]
     return [*([{"group": "local", "task": members}] if members else []), *others]
-
-
-def _one_by_one(found: Mapping[Any, Any]) -> list[Any]:
-    """The tasks of a dictionary of tasks and groups."""
-    each = found.values()
-    return [task for own in each for task in (_one_by_one(own) if isinstance(own, Mapping) else [own])]
 
 
 def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
@@ -197,15 +198,43 @@ def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
 
 
 def scores(alone: Json, fast: Json) -> list[Json]:
-    """Two results on the same questions, for every task, filter and metric: see `paired.paired_accuracy`."""
+    """Two results on the same questions, for every task, filter and metric: see `paired_accuracy`."""
     found, rival = _samples(alone), _samples(fast)
     rows = []
     for key, right in found.items():
         documents = sorted(right)
-        result = paired.paired_accuracy([right[d] for d in documents], [rival[key][d] for d in documents])
-        task, name, metric = key
-        rows.append({"task": task, "filter": name, "metric": metric, **asdict(result)})
+        result = paired_accuracy([right[d] for d in documents], [rival[key][d] for d in documents])
+        rows.append({**dict(zip(("task", "filter", "metric"), key, strict=True)), **result})
     return rows
+
+
+def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> Json:
+    """Compare two configurations. a, b: whether each question is right, in the same order, at least one of them.
+
+    Returns:
+        total: questions; right_a, right_b: those that each configuration has right; only_a, only_b: those that it
+        alone has right. difference, low, high: accuracy of b less that of a, and its interval. p_value: McNemar's
+        exact test; None where both have the same questions right.
+    """
+    from scipy.stats import binomtest
+
+    n = len(a)
+    only_a = sum(x and not y for x, y in zip(a, b, strict=True))
+    only_b = sum(y and not x for x, y in zip(a, b, strict=True))
+    centre = (only_b - only_a) / (n + 2)
+    spread = only_a + only_b + 1 - (only_b - only_a) ** 2 / (n + 2)
+    half = _Z * math.sqrt(spread) / (n + 2)
+    return {
+        "total": n,
+        "right_a": sum(a),
+        "right_b": sum(b),
+        "only_a": only_a,
+        "only_b": only_b,
+        "difference": (only_b - only_a) / n,
+        "low": max(centre - half, -1.0),
+        "high": min(centre + half, 1.0),
+        "p_value": float(binomtest(only_b, only_a + only_b, 0.5).pvalue) if only_a + only_b else None,
+    }
 
 
 def _asked(store: RunStore, plan: AccuracyPlan) -> ByArm:
@@ -246,29 +275,26 @@ class Measured:
 
 
 def grid_document(measured: Sequence[Measured]) -> Json:
-    """The grid as a JSON document; `rows`: see `rows_of`."""
+    """The grid as a JSON document; `rows`: one for each configuration, task, filter and metric of a model on a backend.
+
+    A row is paired with the reference: the first configuration of the model's first backend that was not refused. The
+    reference's own row has `reference` true, and no difference.
+    """
+    references: dict[str, Json] = {}
+    rows: list[Json] = []
+    for one in measured:
+        names = {"model": one.model, "backend": one.backend}
+        if one.refused:
+            rows.append(names | {"refused": one.refused})
+            continue
+        reference = references.setdefault(one.model, one.results[0][1])
+        for name, result, tested in one.results:
+            facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
+            rows += [names | facts | score for score in scores(reference, result)]
     return {
         "schema": "specdec.accuracy_grid",
         "schema_version": GRID_SCHEMA_VERSION,
         "provenance": [{"model": m.model, "backend": m.backend, "settings": m.settings} for m in measured],
-        "definitions": {"mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
-        "rows": [row for m in measured for row in rows_of(m, measured)],
+        "definitions": {"mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
+        "rows": rows,
     }
-
-
-def rows_of(one: Measured, measured: Sequence[Measured]) -> list[Json]:
-    """A row for each configuration, task, filter and metric of one model on one backend.
-
-    It is paired with the reference: the first configuration of the model's first backend that was not refused. The
-    reference's own row has `reference` true, and no difference.
-    """
-    names = {"model": one.model, "backend": one.backend}
-    if one.refused:
-        return [names | {"refused": one.refused}]
-    first = next(m for m in measured if m.model == one.model and not m.refused)
-    reference = first.results[0][1]
-    rows: list[Json] = []
-    for name, result, tested in one.results:
-        facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
-        rows += [names | facts | score for score in scores(reference, result)]
-    return rows

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from specdec.errors import InvalidInputError
 from specdec.requests.chats import for_template
 from specdec.requests.grammar import Grammar
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.stats import RoundRecord, pool
+from specdec.requests.stats import RequestStats, RoundRecord, pool
 
 Report = Callable[[list[Answer]], None]
 Pair = tuple[list[int], list[int]]
@@ -47,7 +48,7 @@ class EngineLM(TemplateLM):
 
     Attributes:
         tokenizer, batch_sizes, max_length, max_gen_toks: read by lm-eval.
-        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated now, see `RequestStats`.
+        prompts: statistics of the requests that were generated now.
         rounds: the verification rounds of everything generated so far.
     """
 
@@ -83,7 +84,7 @@ class EngineLM(TemplateLM):
         self.tokenizer = model.tokenizer
         self.batch_sizes: dict[str, int] = {}
         self.rounds: list[RoundRecord] = []
-        self.prompt_tokens = self.prefix_hit_tokens = self.cached_tokens = 0
+        self.prompts: list[RequestStats] = []
         self.max_length = int(model.config.max_model_len)
         self.max_gen_toks = max_gen_toks
         self._device = model.device
@@ -144,20 +145,15 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answer all requests in one generate call, in the order given."""
         asked = dict(zip(_names(requests), requests, strict=True))
-        kept = self._kept(list(asked))
+        kept: dict[str, Answer] = {}
+        if self._store is not None:  # what an interrupted run has stored
+            arm = self._arm.name
+            kept = {name: self._store.answers[name, arm] for name in asked if self._store.finished(name, [arm])}
         self._report(list(kept.values()))
-        texts = {name: self._text(answer, asked[name]) for name, answer in kept.items()}
         left = {name: request for name, request in asked.items() if name not in kept}
-        for answer in self._bar(self._generate(left), len(left), "generate_until", disable_tqdm):
-            texts[answer.question_id] = self._text(answer, asked[answer.question_id])
+        generated = self._bar(self._generate(left), len(left), "generate_until", disable_tqdm)
+        texts = {a.question_id: self._text(a, asked[a.question_id]) for a in chain(kept.values(), generated)}
         return [texts[name] for name in asked]
-
-    def _kept(self, names: Sequence[str]) -> dict[str, Answer]:
-        """The answers that an interrupted run has stored."""
-        if self._store is None:
-            return {}
-        arm = self._arm.name
-        return {name: self._store.answers[name, arm] for name in names if self._store.finished(name, [arm])}
 
     def _generate(self, asked: Mapping[str, Instance]) -> Iterator[Answer]:
         """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one."""
@@ -167,9 +163,7 @@ class EngineLM(TemplateLM):
         last = time.perf_counter()
         for i, completion in self._model.generate_iter([p for _, p, _ in prepared], [q for _, _, q in prepared]):
             now = time.perf_counter()
-            self.prompt_tokens += completion.stats.prompt_tokens
-            self.prefix_hit_tokens += completion.stats.prefix_hit_tokens
-            self.cached_tokens += completion.stats.cached_tokens
+            self.prompts.append(completion.stats)
             name = prepared[i][0]
             task = str(asked[name].task_name)
             answer = Answer(name, self._arm.name, task, task, (to_turn(self.tokenizer, completion, now - last),))
@@ -285,7 +279,11 @@ class EngineLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in disjoint windows, those of all texts in one batch."""
-        windows = [(i, pair) for i, request in enumerate(requests) for pair in self._windows(request.args[0])]
+        windows = []
+        for i, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            overlapping = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            windows += [(i, make_disjoint_window(window)) for window in overlapping]
         scores = self._loglikelihood_tokens([(None, *pair) for _, pair in windows], disable_tqdm)
         totals = [0.0] * len(requests)
         for (i, _), (score, _) in zip(windows, scores, strict=True):
@@ -293,11 +291,6 @@ class EngineLM(TemplateLM):
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
-
-    def _windows(self, text: str) -> list[Pair]:
-        tokens = self.tok_encode(text)
-        windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-        return [make_disjoint_window(window) for window in windows]
 
     def _bar(self, steps: Iterator[Step], total: int, what: str, disable: bool) -> Iterator[Step]:
         """The steps, with a progress bar on the first process, as lm-eval's own models show it."""
@@ -315,12 +308,16 @@ class EngineLM(TemplateLM):
                 "emitted": stats.emitted,
                 "drafted": stats.drafted,
                 "accepted": stats.accepted,
-                "prompt_tokens": self.prompt_tokens,
-                "prefix_hit_tokens": self.prefix_hit_tokens,
-                "cached_tokens": self.cached_tokens,
-                "prefix_hit_rate": self.prefix_hit_tokens / self.prompt_tokens if self.prompt_tokens else None,
+                **self.cache_facts(),
             }
         }
+
+    def cache_facts(self) -> Json:
+        """Prompt tokens of the requests that were generated now, and those and the share found in the prefix cache."""
+        names = ("prompt_tokens", "prefix_hit_tokens", "cached_tokens")
+        facts: Json = {name: sum(getattr(stats, name) for stats in self.prompts) for name in names}
+        rate = facts["prefix_hit_tokens"] / facts["prompt_tokens"] if facts["prompt_tokens"] else None
+        return {**facts, "prefix_hit_rate": rate}
 
 
 def _last_tokens(context: list[int], own: list[int], most: int) -> Pair:

@@ -141,7 +141,7 @@ def _load_options(
     if options.get("device") == "cuda:0" and (divided or not torch.cuda.is_available()):
         del options["device"]
     if several and torch.cuda.is_available() and options.get("device") in (None, "cuda", "cuda:0"):
-        options["device"] = _own_gpu()
+        options["device"] = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # its own of this machine's
     return LoadOptions.from_words(options)
 
 
@@ -162,11 +162,6 @@ def _rows(batch_size: int | str, max_batch_size: int | None) -> int | None:
 def _processes() -> int:
     """How many processes were started together; 1 where a launcher started none."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _own_gpu() -> str:
-    """The GPU of this process among those of its machine."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
 def register() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evals.acceptance.summary import Json
-    from evals.accuracy.accuracy import AccuracyPlan, Measured, Prepared
-    from evals.report.terminal import RunProgress
-    from evals.runs.store import RunStore
+    from evals.accuracy.accuracy import Measured, Prepared
 
 
 _shared_options = added(
@@ -68,13 +63,13 @@ def gsm8k(
     --data is a folder with train.jsonl and test.jsonl, or test.jsonl itself (train.jsonl must lie beside it), or a
     data folder as $SPECDEC_DATA. Without any of them lm-eval loads its data from the hub.
     """
-    plan = replace(_plan(options, tuple(tasks.split(","))), num_fewshot=num_fewshot)
-    if backends is None:
-        _run(plan, chat_template, options)
-    elif options["backend"] == "auto":
-        run_grid(plan, chat_template, backends, options)
-    else:
+    if backends is not None and options["backend"] != "auto":
         raise click.UsageError(f"--backends {','.join(backends)} and --backend {options['backend']} exclude each other")
+    prepared = _prepared(options, tuple(tasks.split(",")), num_fewshot=num_fewshot, chat_template=chat_template)
+    if backends is None:
+        _run(prepared, options)
+    else:
+        run_grid(prepared, backends, options)
 
 
 @click.command(
@@ -91,8 +86,7 @@ def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
     """
     if not confirm_run_unsafe_code:
         raise click.UsageError("HumanEval runs code that the model wrote; pass --confirm-run-unsafe-code to allow it")
-    plan = _plan(options, ("specdec_humaneval",))
-    _run(replace(plan, unsafe_code=True), False, options)
+    _run(_prepared(options, ("specdec_humaneval",), unsafe_code=True), options)
 
 
 _LM_EVAL_EXAMPLES = examples(
@@ -140,19 +134,24 @@ def _names_a_folder(argument: str) -> bool:
     return any(line.startswith("include_path:") for line in path.read_text("utf-8").splitlines())
 
 
-def _plan(options: Options, tasks: tuple[str, ...]) -> AccuracyPlan:
+def _prepared(options: Options, tasks: tuple[str, ...], **more: Any) -> Prepared:
+    """Tasks and data, found before a model is loaded. more: options of `AccuracyPlan`."""
     for package in ("lm_eval", "datasets", "scipy"):
         require(package, "eval")
-    from evals.accuracy.accuracy import AccuracyPlan
+    from evals.accuracy.accuracy import AccuracyPlan, prepare
+    from evals.cli.commands import check_outputs
 
-    return AccuracyPlan(
+    plan = AccuracyPlan(
         tasks=tasks,
         k=options["k"],
         data_dir=_data_dir(options["data"]),
         limit=options["limit"],
         max_gen_toks=options["max_new_tokens"],
         seed=options["seed"],
+        **more,
     )
+    check_outputs(options)
+    return prepare(plan)
 
 
 def _data_dir(data: Path | None) -> Path | None:
@@ -171,32 +170,17 @@ def _data_dir(data: Path | None) -> Path | None:
     return data_folder(data)
 
 
-@contextmanager
-def _begun(
-    prepared: Prepared, facts: Json, chat_template: bool | None, folder: Path | None
-) -> Iterator[tuple[Prepared, Json, RunStore, RunProgress]]:
-    """A run of a loaded model: its plan with the chat template decided, its settings, its store, its progress bar."""
+def _run(prepared: Prepared, options: Options) -> None:
     from evals.accuracy import accuracy
-
-    has_template = facts["chat_template_sha256"] is not None
-    plan = replace(prepared.plan, chat_template=has_template if chat_template is None else chat_template)
-    fixed = accuracy.settings(plan, facts)
-    with shared.recorded(folder, fixed, prepared.questions, 2) as (store, progress):
-        yield replace(prepared, plan=plan), fixed, store, progress
-
-
-def _run(plan: AccuracyPlan, chat_template: bool | None, options: Options) -> None:
-    from evals.accuracy import accuracy
-    from evals.cli.commands import check_outputs, end
+    from evals.cli.commands import end
     from evals.runs.conversations import Worker
     from specdec.cli.tables import make_console
 
-    check_outputs(options)
-    prepared = accuracy.prepare(plan)
     worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
     facts = worker.facts()["main"]
-    with _begun(prepared, facts, chat_template, options["run_dir"]) as (own, _, store, progress):
-        document = accuracy.run(worker.models["main"], facts, own, store, progress)
+    fixed = accuracy.settings(prepared.plan, facts)
+    with shared.recorded(options["run_dir"], fixed, prepared.questions, 2) as (store, progress):
+        document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
     console = make_console()
     _print(console, document)
     end(console, options, document, store)
@@ -254,21 +238,19 @@ BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
 """The built-in models with their heads."""
 
 
-def run_grid(plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str, ...], options: Options) -> None:
+def run_grid(prepared: Prepared, backends: tuple[str, ...], options: Options) -> None:
     """Every backend over every pair, K=0 and K, as one table."""
-    from evals.accuracy import accuracy
-    from evals.cli.commands import check_outputs, end
+    from evals.accuracy.accuracy import grid_document
+    from evals.cli.commands import end
     from specdec.cli.tables import make_console
 
-    check_outputs(options)
-    prepared = accuracy.prepare(plan)
     pairs = BUILT_IN if options["model"] is None else ((options["model"], options["draft"]),)
     measured = []
     for model, draft in pairs:
         for backend in backends:
             given = {**options, "model": model, "draft": draft, "backend": backend}
-            measured.append(_measured(prepared, chat_template, given))
-    document = accuracy.grid_document(measured)
+            measured.append(_measured(prepared, given))
+    document = grid_document(measured)
     console = make_console()
     _print_grid(console, document)
     end(console, options, document)
@@ -276,9 +258,9 @@ def run_grid(plan: AccuracyPlan, chat_template: bool | None, backends: tuple[str
         sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
-def _measured(prepared: Prepared, chat_template: bool | None, options: Options) -> Measured:
+def _measured(prepared: Prepared, options: Options) -> Measured:
     """Evaluate one model on one backend; if the backend refuses it, its error is the result."""
-    from evals.accuracy.accuracy import Measured, evaluate
+    from evals.accuracy.accuracy import Measured, evaluate, settings
     from evals.runs.conversations import Worker
     from specdec.errors import InvalidInputError, UnsupportedAttentionError
 
@@ -289,11 +271,13 @@ def _measured(prepared: Prepared, chat_template: bool | None, options: Options) 
         return Measured(model, backend, refused=str(refusal))
     with worker.models["main"] as loaded:
         folder = None if options["run_dir"] is None else options["run_dir"] / f"{Path(model).name}-{backend}"
-        with _begun(prepared, worker.facts()["main"], chat_template, folder) as (own, fixed, store, progress):
-            results, arms = evaluate(loaded, own, store, progress), own.plan.arms
+        fixed = settings(prepared.plan, worker.facts()["main"])
+        with shared.recorded(folder, fixed, prepared.questions, 2) as (store, progress):
+            results = evaluate(loaded, prepared, store, progress)
     drafting = {name for (_, name), answer in store.answers.items() if any(r.drafted for r in answer.rounds)}
-    found = ((arm.name, result, not arm.k or arm.name in drafting) for arm, result in zip(arms, results, strict=True))
-    return Measured(model, backend, fixed, tuple(found))
+    pairs = zip(prepared.plan.arms, results, strict=True)
+    found = tuple((arm.name, result, not arm.k or arm.name in drafting) for arm, result in pairs)
+    return Measured(model, backend, fixed, found)
 
 
 def _print_grid(console: Console, document: Json) -> None:

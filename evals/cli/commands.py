@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -72,13 +72,17 @@ def acceptance(**options: Any) -> None:
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
 
-    def plan(asking: Any) -> Plan:
-        arms = sweep(options["ks"])
-        worst = options["worst"] if options["report"] else 0
-        sizes = options["predict_batch_sizes"]
-        return Plan(data, arms, asking, options["batch_size"], options["warmup"], sizes, worst, options["repeats"])
-
-    _evaluate(options, specs, plan, data)
+    plan = Plan(
+        data,
+        sweep(options["ks"]),
+        shared.make_asking(options),
+        options["batch_size"],
+        options["warmup"],
+        options["predict_batch_sizes"],
+        options["worst"] if options["report"] else 0,
+        options["repeats"],
+    )
+    _evaluate(options, specs, plan)
 
 
 @click.command(
@@ -108,20 +112,20 @@ def compare(a: str, b: str, **options: Any) -> None:
     from evals.runs.conversations import Configuration
 
     data = _data(options)
-    sides = [_side(text, options) for text in (a, b)]
-    if not any(k for _, k in sides):
+    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {"k": options["default_k"]}
+    left, right = (shared.parse_arm(text, defaults) for text in (a, b))
+    if not (left["k"] or right["k"]):
         raise click.UsageError("both sides have k=0; give at least one of them drafts")
-    one = _one_model(sides)
-    specs = {"a": one} if one else {key: spec for key, (spec, _) in zip("ab", sides, strict=True)}
-    keys = "aa" if one else "ab"
-    options["same"] = sides[0] == sides[1]
+    if {**left, "k": 0} == {**right, "k": 0}:  # one model serves both
+        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(left["k"], right["k"]))}
+    else:
+        keys, sides = "ab", {"a": left, "b": right}
+        specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in sides.items()}
+    options["same"] = left == right
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
-    arms = tuple(Configuration(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
-
-    def plan(asking: Any) -> Plan:
-        return Plan(data, arms, asking, options["batch_size"], options["warmup"])
-
-    _evaluate(options, specs, plan, data)
+    ks = (left["k"], right["k"])
+    arms = tuple(Configuration(name, k, key) for name, key, k in zip(names, keys, ks, strict=True))
+    _evaluate(options, specs, Plan(data, arms, shared.make_asking(options), options["batch_size"], options["warmup"]))
 
 
 @click.command(
@@ -158,33 +162,13 @@ def lossless(**options: Any) -> None:
         require("scipy", "eval")
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
-
-    def plan(asking: Any) -> Plan:
-        return Plan(data, sweep(options["ks"]), asking, options["batch_size"], warmup=0)
-
+    plan = Plan(data, sweep(options["ks"]), shared.make_asking(options), options["batch_size"], warmup=0)
     with _begun(options, specs, plan) as run:
         document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
     console = make_console()
     print_check(console, document)
     end(console, options, document, run[2])
     sys.exit(Verdict(document["verdict"]).exit_code)
-
-
-def _side(text: str, options: Options) -> tuple[ModelSpec, int]:
-    """The model and the K of one side."""
-    given = shared.parse_arm(text)
-    draft = given.get("draft", options["draft"])
-    k = int(given["k"]) if "k" in given else options["default_k"]
-    own = {key: value for key, value in given.items() if key in ("backend", "dtype")}
-    return shared.make_spec({**options, **own}, draft, k), k
-
-
-def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
-    """One model for both sides when they differ in K only, else None."""
-    (left, k_left), (right, k_right) = sides
-    k = max(k_left, k_right)
-    left, right = (replace(spec, options=replace(spec.options, num_speculative_tokens=k)) for spec in (left, right))
-    return left if left == right else None
 
 
 def _data(options: Options) -> DataSet:
@@ -212,28 +196,28 @@ def check_outputs(options: Options) -> None:
 
 @contextmanager
 def _begun(
-    options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan]
+    options: Options, specs: dict[str, ModelSpec], plan: Plan
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
-    """A run of loaded models: its plan, how prompts are sent, its store and its progress bar."""
+    """A run of loaded models: the plan with the chat template decided, its store and its progress bar."""
     from evals.acceptance.acceptance import settings
 
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
-        plan = make_plan(shared.settle(shared.make_asking(options), facts))
+        plan = replace(plan, asking=shared.settle(plan.asking, facts))
         asked = len(plan.data.questions) * plan.repeats
         with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
             yield executor, plan, *kept
 
 
-def _evaluate(options: Options, specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan], data: DataSet) -> None:
+def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None:
     from evals.acceptance.acceptance import run
     from evals.acceptance.summary import FEW
     from evals.report.terminal import print_acceptance
     from specdec.cli.tables import make_console
 
-    if len(data.questions) < FEW:  # their intervals are Student's t
+    if len(plan.data.questions) < FEW:  # their intervals are Student's t
         require("scipy", "eval")
-    with _begun(options, specs, make_plan) as begun:
+    with _begun(options, specs, plan) as begun:
         document = run(*begun)
     console, store = make_console(), begun[2]
     print_acceptance(console, document, options["explain"])
@@ -248,7 +232,8 @@ def _evaluate(options: Options, specs: dict[str, ModelSpec], make_plan: Callable
 
 
 def _write_report(options: Options, document: Json, store: RunStore) -> None:
-    from evals.report import page, spec_bench
+    from evals.report import page
+    from evals.runs.answers import write_spec_bench
     from specdec.run_files import write_atomically
 
     if options["report"] is not None:
@@ -257,9 +242,8 @@ def _write_report(options: Options, document: Json, store: RunStore) -> None:
         arms = [arm["name"] for arm in document["arms"]]
         ids = [row["id"] for row in document["questions"]]
         answers = [store.answers[question_id, arm] for arm in arms for question_id in ids]
-        spec_bench.write(
-            options["spec_bench_dir"], answers, shared.model_name(options, options["draft"]).replace("/", "--")
-        )
+        name = shared.model_name(options, options["draft"]).replace("/", "--")
+        write_spec_bench(options["spec_bench_dir"], answers, name)
 
 
 def end(console: Console, options: Options, document: Json, store: RunStore | None = None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,14 +143,12 @@ def make_asking(options: Mapping[str, Any]) -> Asking:
 
 def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
     """Turn the template off, with a warning that names the cost, when a model has none."""
-    from dataclasses import replace
-
     from evals.data.datasets import warn_without_template
 
-    if asking.templated and any(one["chat_template_sha256"] is None for one in facts.values()):
-        warn_without_template()
-        return replace(asking, templated=False)
-    return asking
+    if not asking.templated or all(one["chat_template_sha256"] for one in facts.values()):
+        return asking
+    warn_without_template()
+    return replace(asking, templated=False)
 
 
 def model_name(options: Mapping[str, Any], draft: str | None) -> str:
@@ -188,8 +187,7 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
     from evals.runs.executor import RayExecutor, connect
 
     with connect(ray):
-        device = next(iter(specs.values())).options.device
-        executor = RayExecutor(specs, workers=workers, device=None if device is None else str(device))
+        executor = RayExecutor(specs, workers=workers)
         try:
             yield executor
         finally:
@@ -214,22 +212,22 @@ def recorded(
         yield store, progress
 
 
-def parse_arm(text: str) -> dict[str, str]:
+def parse_arm(text: str, defaults: Mapping[str, Any]) -> Options:
     """One side of a comparison: a head, or key=value pairs of draft, k, backend and dtype joined by commas.
 
-    >>> parse_arm("my-head"), parse_arm("draft=my-head,k=3")
-    ({'draft': 'my-head'}, {'draft': 'my-head', 'k': '3'})
+    >>> parse_arm("draft=my-head,k=3", {"draft": "auto", "k": 5, "dtype": "auto"})
+    {'draft': 'my-head', 'k': 3, 'dtype': 'auto'}
 
     Raises:
         click.BadParameter: an unknown key, or a K that is not a whole number.
     """
     if "=" not in text:
-        return {"draft": text}
-    pairs: Sequence[tuple[str, str, str]] = [part.partition("=") for part in text.split(",")]
-    found = {key: value for key, _, value in pairs}
-    unknown = sorted(set(found) - {"draft", "k", "backend", "dtype"})
-    if unknown or not all(found.values()):
+        return {**defaults, "draft": text}
+    found: Options = {key: value for key, _, value in (part.partition("=") for part in text.split(","))}
+    if set(found) - {"draft", "k", "backend", "dtype"} or not all(found.values()):
         raise click.BadParameter(f"{text!r}: give a head, or key=value pairs of draft, k, backend, dtype")
-    if not found.get("k", "0").isdigit():
-        raise click.BadParameter(f"{text!r}: k must be a whole number")
-    return found
+    if "k" in found:
+        if not found["k"].isdigit():
+            raise click.BadParameter(f"{text!r}: k must be a whole number")
+        found["k"] = int(found["k"])
+    return {**defaults, **found}

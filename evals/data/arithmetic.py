@@ -108,18 +108,20 @@ def _attempt(rng: random.Random) -> Problem | None:
     words = _words(rng)
     steps = rng.choice(_STEPS)
     opening = rng.choice([frame for frame in OPENINGS if len(frame.lines) <= steps])
-    state = _apply(rng, opening, _State("", rng.randint(*_span(opening)), (), (), ()), words)
-    while state is not None and len(state.lines) < steps:
-        state = _continue(rng, state, steps - len(state.lines), words)
-    if state is None:
-        return None
+    state, frame = _State("", rng.randint(*((4, 60) if opening.lines else (10, 300))), (), (), ()), opening
+    while True:
+        found = _apply(rng, frame, state, words)
+        if found is None:
+            return None
+        state, room = found, steps - len(found.lines)
+        if room <= 0:
+            break
+        events = [f for f in EVENTS if f.needs == state.subject and len(f.lines) <= room and f not in state.used]
+        if not events:
+            return None
+        frame = rng.choice(events)
     question = " ".join((*state.sentences, rng.choice(QUESTIONS[state.subject]).format(**words)))
     return Problem(question, "\n".join((*state.lines, f"#### {state.value}")), state.value)
-
-
-def _continue(rng: random.Random, state: _State, room: int, words: dict[str, str]) -> _State | None:
-    events = [f for f in EVENTS if f.needs == state.subject and len(f.lines) <= room and f not in state.used]
-    return _apply(rng, rng.choice(events), state, words) if events else None
 
 
 def _apply(rng: random.Random, frame: Frame, state: _State, words: dict[str, str]) -> _State | None:
@@ -185,11 +187,6 @@ def _allowed(operator: str, a: int, b: int) -> bool:
     if operator == "*":
         return a * b <= 400 and min(a, b) <= 12
     return a % b == 0 and a // b >= 2 and a <= 400
-
-
-def _span(opening: Frame) -> tuple[int, int]:
-    """Bounds of the number v that an opening starts from."""
-    return (4, 60) if opening.lines else (10, 300)
 
 
 def _words(rng: random.Random) -> dict[str, str]:

@@ -167,23 +167,17 @@ def _parse(line: bytes, where: str) -> Record:
 
 def _named(name: str, data_dir: Path | None) -> DataSet:
     known, folder = NAMED[name], data_folder(data_dir)
-    if folder is not None and (folder / known.path).is_file():
-        return _whole(_from_file(folder / known.path, name, known.task), known, str(folder / known.path))
-    if known.hub is None or folder is not None:
-        place = folder or f"the data folder ({DATA_VARIABLE} or --data-dir)"
-        raise DataError(f"data set {name!r} needs the file {known.path} in {place}")
-    return _whole(_from_hub(name, known.hub, known.task), known, known.hub[0])
-
-
-def _whole(data: DataSet, known: Named, place: str) -> DataSet:
-    """The set itself, if complete: results of a part are not those of the set.
-
-    Raises:
-        DataError: it has another number of questions.
-    """
-    if len(data.questions) != known.questions:
+    path = None if folder is None else folder / known.path
+    if path is not None and path.is_file():
+        data, place = _from_file(path, name, known.task), str(path)
+    elif known.hub is not None and path is None:
+        data, place = _from_hub(name, known.hub, known.task), known.hub[0]
+    else:
+        where = folder or f"the data folder ({DATA_VARIABLE} or --data-dir)"
+        raise DataError(f"data set {name!r} needs the file {known.path} in {where}")
+    if len(data.questions) != known.questions:  # results of a part are not those of the set
         raise DataError(
-            f"{data.name!r} has {known.questions} questions, {place} holds {len(data.questions)}: it is cut off or "
+            f"{name!r} has {known.questions} questions, {place} holds {len(data.questions)}: it is cut off or "
             "another set. Get it whole (and take fewer by --limit), or measure it under its own name by giving the "
             "file itself: --data FILE.jsonl"
         )

@@ -222,7 +222,7 @@ class Evidence:
         scores: [samples, D] log likelihood ratios of each defect. expected: [samples, D] their means if all is right.
         wrong: [2, D] mean and variance of the sum of scores under each defect, given how often each node was reached.
         if_right, if_wrong: [4, D] what the sums over all samples of the first four powers of a sample's score, less
-            its mean if all is right, are expected to be: see `_sample_powers`.
+            its mean if all is right, are expected to be.
         outside: [D] expected tokens, under each defect, that may not follow.
         looked_at: [D] tokens that have a score.
     """
@@ -271,52 +271,45 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
     """Compare the samples of one place with the distribution of every prefix. is_exact: its probabilities are exact."""
     followed = branches(sampled)
     known = nodes([branch.prefix for branch in followed])
-    count, width = len(sampled.tokens), len(DEFECTS)
-    scores, expected = np.zeros((count, width)), np.zeros((count, width))
-    wrong, outside, looked_at = np.zeros((2, width)), np.zeros(width), np.zeros(width)
+    shape = (*sampled.tokens.shape, len(DEFECTS))
+    counted, scores, expected = np.ones(shape), np.zeros(shape), np.zeros(shape)
+    counted[..., BONUS] = sampled.bonus
+    # Cumulants of every token's score less its mean if all is right: if all is right, and under each defect.
+    cumulants_of = np.zeros((2, *sampled.tokens.shape, 4, len(DEFECTS)))
+    wrong, outside, looked_at = np.zeros((2, len(DEFECTS))), np.zeros(len(DEFECTS)), np.zeros(len(DEFECTS))
     statistic, degrees, impossible = 0.0, 0, 0
     for branch in followed:
-        node = known[branch.prefix]
+        node, place = known[branch.prefix], (branch.rows, len(branch.prefix))
         if is_exact and not node.clear:
             continue
-        of_bonus = sampled.bonus[branch.rows, len(branch.prefix)]
-        counted = np.ones((len(branch.rows), width))
-        counted[:, BONUS] = of_bonus
-        at = _places_in(node.ids, branch.following)
-        scores[branch.rows] += counted * node.scores[at]
-        expected[branch.rows] += counted * node.right[0]
-        often = counted.sum(0)
+        at, often = _places_in(node.ids, branch.following), counted[place].sum(0)
+        scores[place], expected[place] = node.scores[at], node.right[0]
+        for of_tokens, own in zip(cumulants_of, (node.right, node.compared), strict=True):
+            of_tokens[place] = np.concatenate([own[:1] - node.right[0], own[1:]])
         wrong += often * node.wrong
         outside += often * node.outside
         looked_at += often
         if is_exact:
             counts = np.bincount(at, minlength=len(node.ids) + 1)
             impossible += int(counts[-1])
-            of_node = chi_square(counts[:-1], len(at) * node.probs)
-            statistic, degrees = statistic + of_node[0], degrees + of_node[1]
-    powers = _sample_powers(sampled, followed, known)
-    return Evidence(count, statistic, degrees, impossible, scores, expected, wrong, *powers, outside, looked_at)
-
-
-def _sample_powers(
-    sampled: Sampled, followed: Sequence[Branch], known: Mapping[Tokens, Node]
-) -> tuple[np.ndarray, np.ndarray]:
-    """[4, D] if all is right, and under each defect: sums of the first four powers expected of a sample's score.
-
-    The score is centred by its mean if all is right. A sample's tokens are taken as independent, given its nodes, so
-    that their cumulants add; and as if a defect led to the same nodes as were seen here.
-    """
-    nodes = [known[branch.prefix] for branch in followed]
-    table = np.zeros((len(nodes) + 1, 2, 4, len(DEFECTS)))  # the last one is for nodes that are not followed
-    at = np.full(sampled.tokens.shape, len(nodes))
-    for i, (branch, node) in enumerate(zip(followed, nodes, strict=True)):
-        at[branch.rows, len(branch.prefix)] = i
-        table[i] = node.right, node.compared
-        table[i, :, 0] -= node.right[0]
-    of_tokens = table[at]
-    of_tokens[..., BONUS] *= sampled.bonus[..., None, None]
-    right, wrong = (_powers(of_tokens[:, :, side].sum(1)).sum(0) for side in (0, 1))
-    return right, wrong
+            added, free = chi_square(counts[:-1], len(at) * node.probs)
+            statistic, degrees = statistic + added, degrees + free
+    # A sample's tokens are taken as independent, given its nodes, so that their cumulants add; and as if a defect led
+    # to the same nodes as were seen here.
+    if_right, if_wrong = (_powers((own * counted[:, :, None]).sum(1)).sum(0) for own in cumulants_of)
+    return Evidence(
+        samples=len(sampled.tokens),
+        statistic=statistic,
+        degrees=degrees,
+        impossible=impossible,
+        scores=(counted * scores).sum(1),
+        expected=(counted * expected).sum(1),
+        wrong=wrong,
+        if_right=if_right,
+        if_wrong=if_wrong,
+        outside=outside,
+        looked_at=looked_at,
+    )
 
 
 def _powers(cumulants: np.ndarray) -> np.ndarray:
@@ -362,11 +355,12 @@ def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
         other = others.get(branch.prefix)
         if other is None:
             continue
-        ids, at = np.unique(np.concatenate([branch.following, other.following]), return_inverse=True)
-        split = len(branch.following)
-        sides = [np.bincount(part, minlength=len(ids)) for part in (at[:split], at[split:])]
-        cells = _cells(np.sum(sides, axis=0) * min(split, len(at) - split) / len(at))
-        table = np.stack([np.bincount(cells, side) for side in sides])
+        both = (branch.following, other.following)
+        ids, at = np.unique(np.concatenate(both), return_inverse=True)
+        table = np.zeros((2, len(ids)))
+        np.add.at(table, (np.repeat([0, 1], [len(one) for one in both]), at), 1)
+        cells = _cells(table.sum(0) * table.sum(1).min() / table.sum())
+        table = np.stack([np.bincount(cells, side) for side in table])
         if table.shape[1] > 1:
             found = chi2_contingency(table, correction=False)
             statistic, degrees = statistic + float(found.statistic), degrees + int(found.dof)

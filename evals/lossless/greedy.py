@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from inspect import signature
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ VERDICT = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Difference:
     """The first place where two answers to one question differ.
 
     Attributes:
@@ -143,7 +144,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Divergence(Place):
+class Divergence(Difference):
     """Such a place, judged.
 
     Attributes:
@@ -159,58 +160,48 @@ class Divergence(Place):
     allowed: bool
 
 
-def first_difference(alone: Answer, speculative: Answer) -> Place | None:
+def first_difference(alone: Answer, speculative: Answer) -> Difference | None:
     """The first turn and token in which two answers differ, or None."""
-    for turn, (left, right) in enumerate(zip(alone.token_ids, speculative.token_ids, strict=True)):
-        if left != right:
-            shorter = min(len(left), len(right))
-            same = next((i for i in range(shorter) if left[i] != right[i]), shorter)
-            return Place(turn, same, _at(left, same), _at(right, same))
+    for turn, pair in enumerate(zip(alone.token_ids, speculative.token_ids, strict=True)):
+        for position, (left, right) in enumerate(zip_longest(*pair)):
+            if left != right:
+                return Difference(turn, position, left, right)
     return None
 
 
-def _at(tokens: Sequence[int], place: int) -> int | None:
-    return tokens[place] if place < len(tokens) else None
+Case = tuple[Question, Answer, Difference]
+"""A question, the target's own answer, and where the other one differs."""
 
 
-@dataclass(frozen=True)
-class Judge:
-    """Decides on the divergences of one configuration, as work for one worker: the replay runs where the model is.
+def judge(worker: Worker, arm: Configuration, asking: Asking, cases: Sequence[Case]) -> list[Divergence]:
+    """Decide on the divergences of one configuration, where its model is: a verdict a case."""
+    model = worker.models[arm.model]
+    replay = Replay.of(model)
+    return [_verdict(model, replay, arm, asking, *case) for case in cases]
 
-    Attributes:
-        cases: (question, the target's own answer, where the other one differs).
-    """
 
-    arm: Configuration
-    asking: Asking
-    cases: tuple[tuple[Question, Answer, Place], ...]
-
-    def __call__(self, worker: Worker) -> list[Divergence]:
-        """One verdict a case."""
-        model = worker.models[self.arm.model]
-        replay = Replay.of(model)
-        return [self._verdict(model, replay, *case) for case in self.cases]
-
-    def _verdict(self, model: Any, replay: Replay, question: Question, alone: Answer, place: Place) -> Divergence:
-        """Replay the common prefix of a divergence."""
-        before = [turn.text for turn in alone.turns[: place.turn]]
-        prompt = prompt_of(model.tokenizer, question, self.asking, before)
-        common = alone.token_ids[place.turn][: place.position]
-        logits = replay.logits([*prompt, *common]).double()
-        top = logits.topk(2).values
-        tolerance = _tolerance(model.hf_model.dtype, float(top[0]))
-        behind = float("inf")  # one configuration went on where the other had ended
-        if place.alone is not None and place.speculative is not None:
-            behind = float(top[0] - logits[[place.alone, place.speculative]].min())
-        return Divergence(
-            **vars(place),
-            question_id=question.id,
-            arm=self.arm.name,
-            gap=float(top[0] - top[1]),
-            behind=behind,
-            tolerance=tolerance,
-            allowed=behind < tolerance,
-        )
+def _verdict(
+    model: Any, replay: Replay, arm: Configuration, asking: Asking, question: Question, alone: Answer, place: Difference
+) -> Divergence:
+    """Replay the common prefix of a divergence."""
+    before = [turn.text for turn in alone.turns[: place.turn]]
+    prompt = prompt_of(model.tokenizer, question, asking, before)
+    common = alone.token_ids[place.turn][: place.position]
+    logits = replay.logits([*prompt, *common]).double()
+    top = logits.topk(2).values
+    tolerance = _tolerance(model.hf_model.dtype, float(top[0]))
+    behind = float("inf")  # one configuration went on where the other had ended
+    if place.alone is not None and place.speculative is not None:
+        behind = float(top[0] - logits[[place.alone, place.speculative]].min())
+    return Divergence(
+        **vars(place),
+        question_id=question.id,
+        arm=arm.name,
+        gap=float(top[0] - top[1]),
+        behind=behind,
+        tolerance=tolerance,
+        allowed=behind < tolerance,
+    )
 
 
 def _tolerance(dtype: Any, best: float) -> float:
@@ -231,9 +222,9 @@ def compare_greedy(
     results = []
     for arm in arms[1:]:
         pairs = zip(baseline, kept[arm.name], strict=True)
-        places = [(left, found) for left, right in pairs if (found := first_difference(left, right)) is not None]
-        cases = tuple((questions[left.question_id], left, place) for left, place in places)
-        verdicts = executor.on_one(Judge(arm, asking, cases)) if cases else []
+        found = [(questions[one.question_id], one, first_difference(one, other)) for one, other in pairs]
+        cases = [(question, one, place) for question, one, place in found if place is not None]
+        verdicts = executor.on_one(partial(judge, arm=arm, asking=asking, cases=cases)) if cases else []
         results.append(_arm_result(arm, kept[arm.name], verdicts))
     return {"definition": VERDICT, "arms": results, "verdict": together(result["verdict"] for result in results)}
 

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from evals.acceptance.acceptance import BASELINE, Plan, settings
+from evals.acceptance.acceptance import BASELINE, settings
 from evals.acceptance.summary import Json, by_arm
 from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import DistributionTest, Tested
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
 from evals.runs.answers import failures
-from evals.runs.executor import Executor, Report, collect
+from evals.runs.executor import Executor, Plan, Report, collect
 from evals.runs.store import RunStore
 from evals.runs.verdict import Verdict, together
 from specdec.interrupts import interrupts_as_they_are
@@ -57,8 +57,7 @@ def check(
 
 
 def _greedy(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
-    arms = plan.arms
-    answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
+    answers, arms = collect(executor, plan, store, report), plan.arms
     failed = failures(answers)
     found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
     verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failed else [])])
@@ -73,7 +72,7 @@ def _sampled(tested: Tested) -> Json:
         "searched": str(found),
         "questions": found.questions,
         "positions": found.positions,
-        "places": [{"name": str(spot), **asdict(spot)} for spot in tested.spots],
+        "places": [{"name": str(spot), **asdict(spot)} for spot in found.spots],
         "arms": [asdict(fit) for fit in tested.fits],
         "verdict": together(fit.verdict for fit in tested.fits),
     }
@@ -96,17 +95,13 @@ def _reach(document: Json) -> list[str]:
     """What a PASS shows: the defects that would have been found, where, and those that would not."""
     if "sampled" not in document:
         return ["greedy only: nothing is said of sampling"]
-    return [text for fit in document["sampled"]["arms"] if fit["k"] for text in _reach_of(fit)]
-
-
-def _reach_of(fit: Json) -> list[str]:
-    seen = [power for power in fit["powers"] if power["everywhere"] >= verdicts.POWER]
-    missed = [power for power in fit["powers"] if power["everywhere"] < verdicts.POWER]
     texts = []
-    if seen:
-        texts.append(f"sampled, {fit['arm']}, would have been found: {', '.join(_chance(power) for power in seen)}")
-    if missed:
-        texts.append(f"{fit['arm']} is BLIND for: {', '.join(_chance(power) for power in missed)}")
+    for fit in document["sampled"]["arms"]:
+        powers = fit["powers"]
+        if seen := [_chance(power) for power in powers if power["everywhere"] >= verdicts.POWER]:
+            texts.append(f"sampled, {fit['arm']}, would have been found: {', '.join(seen)}")
+        if missed := [_chance(power) for power in powers if power["everywhere"] < verdicts.POWER]:
+            texts.append(f"{fit['arm']} is BLIND for: {', '.join(missed)}")
     return texts
 
 

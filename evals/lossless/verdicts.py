@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evals.errors import require
 from evals.lossless.evidence import DEFECTS, Evidence, Sampled
 from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
@@ -63,13 +62,15 @@ def exact_fit(arm: Configuration, evidence: Sequence[Evidence], drawn: Sequence[
     """The test against exact probabilities. evidence, drawn: of each place."""
     from scipy.special import logsumexp
 
-    sums = np.array([one.scores.sum(0) for one in evidence])
-    logs = np.concatenate([sums.sum(0)[None] - _shares(), sums - _shares(len(evidence))])
-    p_named = float(np.exp(-max(logsumexp(logs), 0.0)))
-    powers = _powers(arm, *_exact_power(evidence))
-    impossible = sum(one.impossible for one in evidence)
-    chi = sum(one.statistic for one in evidence), sum(one.degrees for one in evidence)
-    return _fit(arm, drawn, chi, impossible, p_named, powers)
+    shares = _shares(len(evidence))
+    scores = _with_total([one.scores.sum(0) for one in evidence])
+    p_named = float(np.exp(-max(logsumexp(scores - shares), 0.0)))
+    mean, variance = (_with_total([one.wrong[moment] for one in evidence]) for moment in (0, 1))
+    # A likelihood ratio that is large enough, or an impossible token.
+    missed = 1 - _exceeds(np.log(2 / ALPHA) + shares, mean, variance)
+    found = 1 - missed * np.exp(-_with_total([one.outside for one in evidence]))
+    chi = [(one.statistic, one.degrees) for one in evidence]
+    return _fit(arm, drawn, chi, sum(one.impossible for one in evidence), p_named, found)
 
 
 def compared_fit(
@@ -81,70 +82,67 @@ def compared_fit(
     """The test against samples of the target alone. pairs: the alone's evidence and the configuration's, per place."""
     from scipy.stats import norm
 
-    differences, variances = (np.array(part) for part in zip(*(_difference(*pair) for pair in pairs), strict=True))
-    z_all = _ratio(differences.sum(0), variances.sum(0))
-    z_each = _ratio(differences, variances)
-    p_all = norm.sf(z_all) * np.exp(_shares())
-    p_each = norm.sf(z_each) * np.exp(_shares(len(pairs)))
-    p_named = float(min(p_all.min(), p_each.min(), 1.0))
-    powers = _powers(arm, *_compared_power(pairs))
-    totals = sum(one for one, _ in chi), sum(degrees for _, degrees in chi)
-    return _fit(arm, drawn, totals, 0, p_named, powers)
+    difference, variance = (_with_total(part) for part in zip(*(_difference(*pair) for pair in pairs), strict=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = np.where(variance > 0, difference / np.sqrt(variance), 0.0)
+    p_named = float(min((norm.sf(z) * np.exp(_shares(len(pairs)))).min(), 1.0))
+    return _fit(arm, drawn, chi, 0, p_named, _compared_power(pairs))
 
 
 def _fit(
     arm: Configuration,
     drawn: Sequence[Sampled],
-    chi: tuple[float, int],
+    chi: Sequence[tuple[float, int]],
     impossible: int,
     p_named: float,
-    powers: tuple[Power, ...],
+    power: np.ndarray,
 ) -> ConfigurationFit:
-    require("scipy", "eval")
+    """chi: chi-square and degrees of each place. power: [1 + places, D], first if every place has the defect."""
     from scipy.stats import chi2
 
-    statistic, degrees = chi
+    statistic, degrees = sum(one for one, _ in chi), sum(free for _, free in chi)
     drafts, accepted = sum(one.drafts for one in drawn), sum(one.accepted for one in drawn)
     p_value = float(chi2.sf(statistic, degrees)) if degrees else None
     if impossible or p_named <= ALPHA / 2 or (p_value is not None and p_value <= ALPHA / 2):
         verdict = Verdict.FAIL
     else:
         verdict = Verdict.NOT_TESTED if p_value is None or (arm.k and not drafts) else Verdict.PASS
-    samples = sum(len(one.tokens) for one in drawn)
-    numbers = (len(drawn), samples, drafts, accepted, statistic, degrees, impossible, p_value, p_named)
-    return ConfigurationFit(arm.name, arm.k, *numbers, powers, verdict)
+    powers = [
+        Power(defect.name, max(found), tuple(found[1:]))
+        for defect, found in zip(DEFECTS, power.T.tolist(), strict=True)
+    ]
+    return ConfigurationFit(
+        arm=arm.name,
+        k=arm.k,
+        places=len(drawn),
+        samples=sum(len(one.tokens) for one in drawn),
+        drafts=drafts,
+        accepted=accepted,
+        statistic=statistic,
+        degrees=degrees,
+        impossible=impossible,
+        p_value=p_value,
+        p_named=p_named,
+        powers=tuple(powers) if arm.k else (),
+        verdict=verdict,
+    )
 
 
-def _shares(places: int = 1) -> float:
-    """The log of how many likelihood ratios share the level: of all defects at so many places, which have half of it.
+def _with_total(of_places: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """[1 + places, D]: the sum over all places [D], and each."""
+    return np.stack([np.sum(of_places, axis=0), *of_places])
 
-    A ratio over all places counts as one place.
+
+def _shares(places: int) -> np.ndarray:
+    """[1 + places, 1] the log of how many likelihood ratios share the level: one over all places, and each place's.
+
+    Those of all defects over all places have half of it, as those at the single places have together.
     """
-    return float(np.log(2 * len(DEFECTS) * places))
+    return np.log(2 * len(DEFECTS) * np.array([[1], *[[places]] * places]))
 
 
-def _powers(arm: Configuration, everywhere: np.ndarray, alone: np.ndarray) -> tuple[Power, ...]:
-    if not arm.k:
-        return ()
-    each = zip(DEFECTS, everywhere.tolist(), alone.T.tolist(), strict=True)
-    return tuple(Power(defect.name, max(found, *places), tuple(places)) for defect, found, places in each)
-
-
-def _exact_power(evidence: Sequence[Evidence]) -> tuple[np.ndarray, np.ndarray]:
-    """[D] everywhere, [places, D] at one alone: a likelihood ratio that is large enough, or an impossible token."""
-    wrong, outside = np.array([one.wrong for one in evidence]), np.array([one.outside for one in evidence])
-    needed = np.log(2 / ALPHA)
-    everywhere = _exceeds(needed + _shares(), wrong[:, 0].sum(0), wrong[:, 1].sum(0))
-    alone = _exceeds(needed + _shares(len(evidence)), wrong[:, 0], wrong[:, 1])
-    return _either(everywhere, outside.sum(0)), _either(alone, outside)
-
-
-def _either(found: np.ndarray, outside: np.ndarray) -> np.ndarray:
-    return np.asarray(1 - (1 - found) * np.exp(-outside))
-
-
-def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> tuple[np.ndarray, np.ndarray]:
-    """[D] everywhere, [places, D] at one alone: P(T > limit √V), for T the difference and V its estimated variance.
+def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> np.ndarray:
+    """[1 + places, D]: P(T > limit √V), for T the difference and V its estimated variance.
 
     V is a sum of squares around the mean of what is right, so that a defect raises it with T: by the square of every
     sample's mean score as well. √V lies below its tangent at its expectation E: T - limit (√E + (V - E) / 2√E) > 0
@@ -159,15 +157,13 @@ def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> tuple[np.ndar
     alone = np.array([pair[0].if_right for pair in pairs]) * (-shares[:, None]) ** order
     own = np.array([pair[1].if_wrong for pair in pairs])
     samples = np.array([[one.samples for one in pair] for pair in pairs])
-    mean, square = own[:, 0], own[:, 1] + alone[:, 1]
-    level = ALPHA / 2
-    limits = norm.isf(level * np.exp(-_shares())), norm.isf(level * np.exp(-_shares(len(pairs))))
-    found = []
-    for limit, total, of_all in ((limits[0], mean.sum(0), square.sum(0)), (limits[1], mean, square)):
-        slope = limit / (2 * np.sqrt(np.maximum(of_all, 1e-12)))
-        scatter = _scatter(own, slope, samples[:, 1]) + _scatter(alone, slope, samples[:, 0])
-        found.append(_exceeds(limit * np.sqrt(of_all), total, scatter.sum(0) if total.ndim == 1 else scatter))
-    return found[0], found[1]
+    mean, square = _with_total(own[:, 0]), _with_total(own[:, 1] + alone[:, 1])
+    limit = norm.isf(ALPHA / 2 * np.exp(-_shares(len(pairs))))
+    slope = limit / (2 * np.sqrt(np.maximum(square, 1e-12)))
+    everywhere, each = (
+        _scatter(own, at, samples[:, 1]) + _scatter(alone, at, samples[:, 0]) for at in (slope[0], slope[1:])
+    )
+    return _exceeds(limit * np.sqrt(square), mean, np.stack([everywhere.sum(0), *each]))
 
 
 def _scatter(powers: np.ndarray, slope: np.ndarray, samples: np.ndarray) -> np.ndarray:
@@ -177,13 +173,13 @@ def _scatter(powers: np.ndarray, slope: np.ndarray, samples: np.ndarray) -> np.n
     return np.asarray(second - 2 * slope * third + slope**2 * fourth - total**2 / samples[:, None])
 
 
-def _exceeds(limit: np.ndarray | float, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
+def _exceeds(limit: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
     """P(a normal variable > limit); 0 where it has no mean above 0, that is where nothing was seen of a defect."""
     from scipy.stats import norm
 
     with np.errstate(divide="ignore", invalid="ignore"):
         found = norm.sf((limit - mean) / np.sqrt(variance))
-    found = np.where(variance > 0, found, (mean > limit).astype(float))
+    found = np.where(variance > 0, found, mean > limit)
     return np.where(mean > 0, found, 0.0)
 
 
@@ -197,8 +193,3 @@ def _difference(alone: Evidence, arm: Evidence) -> tuple[np.ndarray, np.ndarray]
 def _share(alone: Evidence, arm: Evidence) -> np.ndarray:
     """[D] how many tokens of the arm have a score for each one of the target alone."""
     return np.asarray(arm.looked_at / np.maximum(alone.looked_at, 1))
-
-
-def _ratio(difference: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(variance > 0, difference / np.sqrt(variance), 0.0)

@@ -11,6 +11,7 @@ from importlib.resources import files
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from evals.acceptance.metrics import METRICS
@@ -138,13 +139,14 @@ def _speedup_over_k(arms: Sequence[Json], definitions: Json, prediction: Json) -
     )
 
 
-def _series(values: Sequence[Json]) -> tuple[list[int], list[float], list[list[float]]]:
-    """Places from 1, estimates, and [below, above] error lengths of the values that are defined."""
-    known = [(i + 1, value) for i, value in enumerate(values) if value["estimate"] is not None]
-    estimates = [value["estimate"] for _, value in known]
-    below = [max(v["estimate"] - v["low"], 0.0) if v["low"] is not None else 0.0 for _, v in known]
-    above = [max(v["high"] - v["estimate"], 0.0) if v["high"] is not None else 0.0 for _, v in known]
-    return [place for place, _ in known], estimates, [below, above]
+def _series(values: Sequence[Json]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Places from 1, estimates [n], and lengths below and above them [2, n] of the values that are defined."""
+    known = {place: value for place, value in enumerate(values, 1) if value["estimate"] is not None}
+    estimates, low, high = (
+        np.array([value["estimate"] if value[name] is None else value[name] for value in known.values()])
+        for name in ("estimate", "low", "high")
+    )
+    return list(known), estimates, np.maximum([estimates - low, high - estimates], 0.0)
 
 
 def _axes(height: float = 3.4) -> Any:

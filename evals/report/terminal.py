@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from evals.acceptance.metrics import METRICS, Metric
@@ -102,8 +102,8 @@ class RunProgress(Progress):
     """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
 
     def __init__(self, console: Console, total: int, arms: int) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("τ {task.fields[tau]}"), TimeElapsedColumn())
-        super().__init__(TextColumn("questions"), *columns, TimeRemainingColumn(), console=console)
+        columns = ("questions", BarColumn(), MofNCompleteColumn(), "τ {task.fields[tau]}", TimeElapsedColumn())
+        super().__init__(*columns, TimeRemainingColumn(), console=console)
         self._questions = self.add_task("questions", total=total, tau="-")
         self._arms = arms
         self._answers = self._emitted = self._rounds = 0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from evals.data.datasets import Question, opening, render
 from evals.runs.answers import Answer, Json, Turn, seconds_a_round, segments
@@ -20,15 +20,6 @@ from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 
 Result = TypeVar("Result")
-
-
-class Model(Protocol):
-    """What the evaluations need of `specdec.SpeculativeModel`."""
-
-    tokenizer: Any
-
-    def generate(self, prompts: Any, params: Any) -> Sequence[Any]:
-        """One completion a prompt, in order."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +50,30 @@ class Asking:
     return_drafts: bool = False
 
 
-def run_chunk(
-    models: Mapping[str, Model],
-    arms: Sequence[Configuration],
-    chunk: Sequence[Question],
-    asking: Asking,
-    rotation: int = 0,
-) -> list[Answer]:
-    """Answer a chunk under every configuration; the configurations start at `rotation`, so that none is always first.
+@dataclass(frozen=True)
+class Work:
+    """One chunk of questions to answer under some configurations. `index` is its place in the data set."""
+
+    index: int
+    chunk: tuple[Question, ...]
+    arms: tuple[Configuration, ...]
+    asking: Asking
+
+
+def run_chunk(models: Mapping[str, Any], work: Work) -> list[Answer]:
+    """Answer a chunk under every configuration; its index says which is first, so that none is always first.
 
     A chunk that raises is repeated question by question; what still raises becomes an answer with `error`.
     """
-    shift = rotation % len(arms)
+    shift = work.index % len(work.arms)
     answers: list[Answer] = []
-    for arm in [*arms[shift:], *arms[:shift]]:
-        answers += _guarded(models[arm.model], arm, chunk, asking)
-    rank = {arm.name: i for i, arm in enumerate(arms)}
-    return sorted(answers, key=lambda answer: rank[answer.arm])
+    for arm in [*work.arms[shift:], *work.arms[:shift]]:
+        answers += _guarded(models[arm.model], arm, work.chunk, work.asking)
+    names = [arm.name for arm in work.arms]
+    return sorted(answers, key=lambda answer: names.index(answer.arm))
 
 
-def _guarded(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
+def _guarded(model: Any, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
     try:
         return _converse(model, arm, chunk, asking)
     except (SpecdecError, RuntimeError) as error:  # RuntimeError: what torch raises, out of memory included
@@ -99,7 +94,7 @@ def prompt_of(tokenizer: Any, question: Question, asking: Asking, answers: Seque
     return render(tokenizer, messages, asking.templated)
 
 
-def _converse(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
+def _converse(model: Any, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
     turns: list[list[Turn]] = [[] for _ in chunk]
     for number in range(max(len(question.turns) for question in chunk)):
         active = [i for i, question in enumerate(chunk) if number < len(question.turns)]
@@ -162,16 +157,6 @@ class ModelSpec:
         return specdec.SpeculativeModel.from_pretrained(self.target, self.draft, **self.options.as_arguments())
 
 
-@dataclass(frozen=True)
-class Work:
-    """One chunk of questions to answer under some configurations. `index` is its place in the data set."""
-
-    index: int
-    chunk: tuple[Question, ...]
-    arms: tuple[Configuration, ...]
-    asking: Asking
-
-
 class Worker:
     """Models by key, loaded once; by itself, it is the executor of a run in this process."""
 
@@ -184,7 +169,7 @@ class Worker:
 
     def answer(self, work: Work) -> list[Answer]:
         """Answer one chunk."""
-        return run_chunk(self.models, work.arms, work.chunk, work.asking, rotation=work.index)
+        return run_chunk(self.models, work)
 
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
         """Call a function with this worker."""
@@ -198,10 +183,6 @@ class Worker:
         self, batch_sizes: Sequence[int], arms: Sequence[Configuration], prompt: Question, asking: Asking
     ) -> dict[int, dict[int, float]]:
         """{batch size: {K: mean seconds of a round}} measured on copies of one question."""
-        return {size: {arm.k: self._round_seconds(size, arm, prompt, asking) for arm in arms} for size in batch_sizes}
-
-    def _round_seconds(self, size: int, arm: Configuration, prompt: Question, asking: Asking) -> float:
-        copies = [Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size)]
         params = SamplingParams(
             max_new_tokens=min(asking.params.max_new_tokens, 64),
             temperature=asking.params.temperature,
@@ -209,7 +190,11 @@ class Worker:
             cache_prefix=asking.params.cache_prefix,
         )
         long = Asking(params, asking.templated, asking.system, asking.seed)
-        return seconds_a_round(run_chunk(self.models, (arm,), copies, long))
+        found = {}
+        for size in batch_sizes:
+            copies = tuple(Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size))
+            found[size] = {arm.k: seconds_a_round(self.answer(Work(0, copies, (arm,), long))) for arm in arms}
+        return found
 
 
 _OF_ONE_START = ("start", "kernels")

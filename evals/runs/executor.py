@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from evals.data.datasets import DataSet, Question
@@ -21,48 +22,47 @@ from evals.runs.store import RunStore
 Report = Callable[[list[Answer]], None]
 
 
-def collect(
-    executor: Executor,
-    data: DataSet,
-    arms: Sequence[Configuration],
-    asking: Asking,
-    store: RunStore,
-    *,
-    batch_size: int = 1,
-    report: Report = lambda answers: None,
-) -> list[Answer]:
+@dataclass(frozen=True)
+class Plan:
+    """A run: the questions (`data`), the configurations (`arms`), how questions are sent.
+
+    Attributes:
+        batch_size: questions generated together. warmup: passes over the first chunk whose answers are dropped.
+        predict_batch_sizes: batch sizes to measure round times at, for the prediction, besides the run's own.
+        worst: how many questions of lowest τ are shown with their drafts.
+        repeats: runs over all questions, whose times are taken together. Not among the settings: more can be added.
+    """
+
+    data: DataSet
+    arms: tuple[Configuration, ...]
+    asking: Asking
+    batch_size: int = 1
+    warmup: int = 1
+    predict_batch_sizes: tuple[int, ...] = ()
+    worst: int = 0
+    repeats: int = 1
+
+    @property
+    def works(self) -> list[Work]:
+        """The questions in chunks."""
+        starts = range(0, len(self.data.questions), self.batch_size)
+        chunks = (self.data.questions[start : start + self.batch_size] for start in starts)
+        return [Work(i, chunk, self.arms, self.asking) for i, chunk in enumerate(chunks)]
+
+
+def collect(executor: Executor, plan: Plan, store: RunStore, report: Report) -> list[Answer]:
     """Answer every question that the store does not hold yet; return all, by question and then by configuration.
 
     report: called with the answers of every finished chunk, those found in the store first.
     """
-    names = [arm.name for arm in arms]
-    works = _works(data, arms, asking, batch_size)
-    left = [work for work in works if not all(store.finished(question.id, names) for question in work.chunk)]
+    names, questions = [arm.name for arm in plan.arms], plan.data.questions
+    left = [work for work in plan.works if not all(store.finished(question.id, names) for question in work.chunk)]
     missing = {question.id for work in left for question in work.chunk}
-    report(list(_kept([question for question in data.questions if question.id not in missing], store, names)))
+    report(list(_kept([question for question in questions if question.id not in missing], store, names)))
     for answers in executor.run(left):
         store.add(answers)
         report(answers)
-    return list(_kept(data.questions, store, names))
-
-
-def warm_up(
-    executor: Executor,
-    data: DataSet,
-    arms: Sequence[Configuration],
-    asking: Asking,
-    batch_size: int,
-    times: int,
-) -> None:
-    """Answer the first chunk `times` times without keeping anything."""
-    work = _works(data, arms, asking, batch_size)[0]
-    for _ in executor.run([work] * times):
-        pass
-
-
-def _works(data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_size: int) -> list[Work]:
-    starts = range(0, len(data.questions), batch_size)
-    return [Work(i, data.questions[start : start + batch_size], tuple(arms), asking) for i, start in enumerate(starts)]
+    return list(_kept(questions, store, names))
 
 
 def _kept(questions: Iterable[Question], store: RunStore, names: Sequence[str]) -> Iterator[Answer]:
@@ -104,21 +104,21 @@ class RayExecutor:
         specs: Mapping[str, ModelSpec],
         *,
         workers: int = 2,
-        device: str | None = None,
         load: Callable[[ModelSpec], Any] = ModelSpec.load,
     ) -> None:
         """Start the workers and wait until their models are loaded.
 
-        device: as of the specs; every worker of a CUDA device (also None, where the cluster has GPUs) gets one GPU, or
-            as many of one node as its tensor-parallel models have ranks.
+        Every worker of models on a CUDA device (also by default, where the cluster has GPUs) gets one GPU, or as many
+        of one node as its tensor-parallel models have ranks.
 
         Raises:
             WorkerError: the cluster has too few GPUs, a worker does not start, or the workers hold different models.
         """
         import ray
 
-        ranks = max((spec.options.tensor_parallel_size for spec in specs.values()), default=1)
-        gpus = _gpus_per_worker(device, workers, ranks)
+        loading = [spec.options for spec in specs.values()]
+        ranks = max(options.tensor_parallel_size for options in loading)
+        gpus = _gpus_per_worker(loading[0].device, workers, ranks)
         actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=ATTEMPTS - 1)(Worker)
         self._actors = [actor.remote(specs, load) for _ in range(workers)]
         found = self._wait_for([actor.facts.remote() for actor in self._actors])
@@ -168,14 +168,24 @@ class RayExecutor:
 
     def _wait_for(self, references: list[Any]) -> list[Any]:
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        from ray.exceptions import GetTimeoutError, RayActorError
 
         try:
-            return list(ray.get(references, timeout=_START_S))
-        except RayTaskError as error:
-            raise WorkerError(f"a worker failed: {error.cause}") from error
+            with _named_failures():
+                return list(ray.get(references, timeout=_START_S))
         except (RayActorError, GetTimeoutError) as error:
             raise WorkerError(f"a worker did not start: {error}") from error
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    """Raises WorkerError: a call inside raised where it ran."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        yield
+    except RayTaskError as error:
+        raise WorkerError(f"a worker failed: {error.cause}") from error
 
 
 Executor = Worker | RayExecutor
@@ -189,13 +199,12 @@ def _answers(reference: Any, work: Work) -> list[Answer]:
         WorkerError: the call raised, as it would elsewhere.
     """
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayActorError
 
     try:
-        answers: list[Answer] = ray.get(reference)
-        return answers
-    except RayTaskError as error:
-        raise WorkerError(f"a worker failed: {error.cause}") from error
+        with _named_failures():
+            answers: list[Answer] = ray.get(reference)
+            return answers
     except RayActorError:
         text = f"WorkerError: its worker died {ATTEMPTS} times"
         return [
@@ -205,7 +214,7 @@ def _answers(reference: Any, work: Work) -> list[Answer]:
         ]
 
 
-def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:
+def _gpus_per_worker(device: Any, workers: int, ranks: int) -> int:
     """`ranks` where workers use CUDA, 0 otherwise.
 
     Raises:
@@ -214,7 +223,7 @@ def _gpus_per_worker(device: str | None, workers: int, ranks: int) -> int:
     import ray
 
     available = ray.cluster_resources().get("GPU", 0.0)
-    if device == "cpu" or (device is None and not available):
+    if str(device) == "cpu" or (device is None and not available):
         return 0
     if available < workers * ranks:
         each = "a GPU" if ranks == 1 else f"{ranks} GPUs"

@@ -19,7 +19,7 @@ import torch
 
 from evals.cli.eval_options import FILE
 from evals.data.datasets import Question, load, opening, render
-from evals.lossless.greedy import VERDICT, Divergence, Judge, first_difference
+from evals.lossless.greedy import VERDICT, Divergence, first_difference, judge
 from evals.runs.answers import Answer, Turn
 from evals.runs.conversations import Asking, Configuration
 from specdec import SamplingParams, SpeculativeModel
@@ -67,8 +67,8 @@ def differences(model: SpeculativeModel, questions: tuple[Question, ...], params
         place = first_difference(theirs, ours)
         if place is not None:
             cases.append((question, theirs, place))
-    judge = Judge(Configuration("specdec", 0), asking, tuple(cases))
-    return judge(SimpleNamespace(models={"main": model})) if cases else []
+    worker = SimpleNamespace(models={"main": model})
+    return judge(worker, Configuration("specdec", 0), asking, cases) if cases else []
 
 
 def own_tokens(model: SpeculativeModel, prompt: list[int], new_tokens: int) -> list[int]:

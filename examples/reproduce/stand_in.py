@@ -84,7 +84,7 @@ def write_mamba2(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Mamba2Config, Mamba2ForCausalLM
 
-    from specdec.loading.builtin import builtin_path
+    from specdec.loading.names import builtin_path
 
     tokenizer = AutoTokenizer.from_pretrained(builtin_path("gsm-llama"))
     torch.manual_seed(0)

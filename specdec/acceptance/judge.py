@@ -10,7 +10,7 @@ from drafters.loops.base import Choose, Draft
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.greedy_rows import accept_greedily, greedy_ids, place_drafts
+from specdec.ops.greedy_rows import greedy_ids
 from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
 
@@ -95,9 +95,10 @@ def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     """`fill_drafts` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
     if draft is None or not draft.token_ids.numel() or not _has_kernels(round_.token_ids):
         return fill_drafts(round_, in_order(draft, round_))
-    drafts, sources = _by_source(draft, round_)
-    width = round_.logit_index.shape[1] - 1
-    place_drafts(round_.token_ids, round_.draft_places, round_.draft_sources, width, drafts, sources)
+    from specdec.ops.greedy_kernel import launch_placing
+
+    width, sources = round_.logit_index.shape[1] - 1, _by_source(draft, round_)
+    launch_placing(round_.token_ids, round_.draft_places, round_.draft_sources, width, *sources)
     return round_.token_ids
 
 
@@ -105,10 +106,12 @@ def judge_from_loop(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | No
     """`judge_greedy` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
     if not _has_kernels(greedy):
         return judge_greedy(greedy, round_, in_order(draft, round_))
+    from specdec.ops.greedy_kernel import launch_acceptance
+
     index = round_.logit_index
     result = PackedResult.empty(len(index), index.shape[1] - 1, greedy.device)
     out = (result.num_accepted, result.tokens, result.drafts)
-    accept_greedily(greedy, index, round_.num_drafts, *_by_source(draft, round_), out)
+    launch_acceptance(greedy, index, round_.num_drafts, *_by_source(draft, round_), out)
     return result
 
 

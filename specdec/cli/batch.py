@@ -24,7 +24,7 @@ from specdec.cli.options import (
 
 if TYPE_CHECKING:
     from specdec.extensions.batches.run_batch import Records
-    from specdec.extensions.batches.tasks import Asking
+    from specdec.extensions.batches.tasks import TaskDefaults
     from specdec.options import LoadOptions
 
 _SIZES = (
@@ -67,13 +67,13 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
         context.exit(_FAILED)
 
 
-def _asking(options: Mapping[str, Any]) -> Asking:
-    from specdec.extensions.batches.tasks import Asking
+def _asking(options: Mapping[str, Any]) -> TaskDefaults:
+    from specdec.extensions.batches.tasks import TaskDefaults
 
-    return Asking(sampling_of(options), options["seed"] or 0, options["model"])
+    return TaskDefaults(sampling_of(options), options["seed"] or 0, options["model"])
 
 
-def _settings(options: Mapping[str, Any], load: LoadOptions, asking: Asking) -> dict[str, Any]:
+def _settings(options: Mapping[str, Any], load: LoadOptions, asking: TaskDefaults) -> dict[str, Any]:
     """What answers depend on."""
     loaded = {name: value for name, value in load.as_arguments().items() if name not in _SIZES}
     named = {name: options[name] for name in ("model", "draft", *SAMPLING)}
@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-def _records(options: Mapping[str, Any], load: LoadOptions, asking: Asking, workers: int | None) -> Records:
+def _records(options: Mapping[str, Any], load: LoadOptions, asking: TaskDefaults, workers: int | None) -> Records:
     """What answers lines: a model in this process, or workers."""
     from specdec.cli.options import draft_of, load_model
 
@@ -95,6 +95,6 @@ def _records(options: Mapping[str, Any], load: LoadOptions, asking: Asking, work
 
         head = draft_of(model, draft, load)
         return partial(spread, count=workers, model=model, draft=head, asking=asking, options=load)
-    from specdec.extensions.batches.answering import records
+    from specdec.extensions.batches.records import records
 
     return partial(records, load_model(model, draft, load), asking=asking)

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import sys
-import tomllib
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, version
@@ -19,7 +18,7 @@ from typing import Any
 
 import click
 
-from specdec.cli.lazy import DISTRIBUTION, PluginError, find_plugins
+from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
 from specdec.import_names import ROOT, check_sibling
 from specdec.user_warnings import busy_cores
@@ -78,9 +77,7 @@ def examined() -> Facts:
 
 def requirements(root: Path = ROOT) -> tuple[list[str], dict[str, list[str]]]:
     """What this distribution needs and each extra adds, by the checkout at `root`, else by the installed metadata."""
-    file = root / "pyproject.toml"
-    project = tomllib.loads(file.read_text("utf-8")).get("project", {}) if file.is_file() else {}
-    if project.get("name") == DISTRIBUTION:
+    if project := checkout(root):
         return project["dependencies"], project["optional-dependencies"]
     try:
         found = metadata(DISTRIBUTION)
@@ -230,17 +227,17 @@ def in_lines(facts: Facts) -> list[str]:
     lines = []
     for section in ("specdec", "system", "packages", "device", "settings"):
         lines += [f"{section}:", *(f"  {name}: {_word(value)}" for name, value in facts[section].items()), ""]
-    lines += ["extras:", *(f"  {name}: {_of_extra(extra)}" for name, extra in facts["extras"].items()), ""]
+    lines.append("extras:")
+    for name, extra in facts["extras"].items():
+        state = "present" if extra["present"] else f"missing {', '.join(extra['missing'])}: {extra['install']}"
+        lines.append(f"  {name}: {state}")
+    lines.append("")
     lines.append("caches (can be deleted while nothing runs; the next start builds, or downloads, again):")
     for name, cache in facts["caches"].items():
         lines.append(f"  {name}: {cache['folder'] or 'unknown'}, {cache['size']} (moved by {cache['moved by']})")
     lines += ["", *(f"PROBLEM: {problem}" for problem in facts["problems"])]
     lines += [f"note: {hint}" for hint in facts["hints"]]
     return [*lines, "" if facts["problems"] else "No problem found."]
-
-
-def _of_extra(extra: Facts) -> str:
-    return "present" if extra["present"] else f"missing {', '.join(extra['missing'])}: {extra['install']}"
 
 
 def _word(value: Any) -> str:

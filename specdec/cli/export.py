@@ -72,11 +72,10 @@ def export(
 
 
 def _write_repository(head: str, target: str | None, out: Path, with_target: bool) -> None:
-    """See `specdec.extensions.attached.repository`."""
+    """See `specdec.extensions.attached.custom.write_repository`."""
     from drafters.checkpoints.tensor_files import locate
-    from specdec.extensions.attached.repository import write_repository
-    from specdec.loading.builtin import resolve
-    from specdec.loading.heads import target_of_head
+    from specdec.extensions.attached.custom import write_repository
+    from specdec.loading.names import resolve, target_of_head
 
     path = _eagle_head(head, target)
     named = target_of_head(path) if target is None else target
@@ -108,26 +107,26 @@ def _exported(
 ) -> Path:
     import torch
 
-    from drafters.eagle3.checkpoint import load_eagle3, stored_dtype, target_of_files
+    from drafters.eagle3.checkpoint import load_eagle, stored_dtype, target_of_files
     from drafters.eagle3.export import Verifier, export_eagle3
     from drafters.eagle3.overrides import Eagle3Overrides
-    from specdec.loading.heads import is_available, outline_target, target_of_head
+    from specdec.loading.heads import outline_target
+    from specdec.loading.names import is_available, target_of_head
 
     path, overrides = _eagle_head(head, target), Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
     facts = target_of_files(path, overrides) if outline is None else outline.facts
-    loaded = load_eagle3(path, facts, torch.float32, "cpu", overrides)
+    loaded = load_eagle(path, facts, torch.float32, "cpu", overrides)
     stored = stored_dtype(path)
+    missing = "its files name no target" if named is None else f"its target {named} is not on this machine"
     if layout == "specforge":
-        loaded = _sharing(loaded, named, None if outline is None else outline.facts.embedding, stored)
+        loaded = _sharing(loaded, None if outline is None else outline.facts.embedding, stored, missing)
     shares = not (loaded.spec.own_embed and loaded.spec.own_lm_head)
     if outline is None and layout == "speculators" and with_target_tensors and shares:
         raise InvalidInputError(
-            "what the head shares with its target is written, too, and "
-            + ("its files name no target" if named is None else f"its target {named} is not on this machine")
-            + ": give --target, or --without-target-tensors"
-            + ("" if named or verifier else " and --verifier")
+            f"what the head shares with its target is written, too, and {missing}: give --target, or "
+            "--without-target-tensors" + ("" if named or verifier else " and --verifier")
         )
     name = verifier or (named if outline is None else outline.name)
     if layout == "speculators" and name is None:
@@ -146,7 +145,7 @@ def _exported(
     )
 
 
-def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None, stored: torch.dtype) -> Eagle3Head:
+def _sharing(head: Eagle3Head, embedding: torch.Tensor | None, stored: torch.dtype, missing: str) -> Eagle3Head:
     """The head without the copy of its target's embedding that the speculators layout holds; specforge has no place.
 
     Raises:
@@ -156,10 +155,9 @@ def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None
 
     problems = problems_of(head.spec, "specforge")
     if embedding is None and any(said.startswith("own_embed") for said in problems):
-        where = "its files name no target" if named is None else f"its target {named} is not on this machine"
         raise InvalidInputError(
             f"this head cannot be written in the specforge layout: {'; '.join(problems)}. A copy of the target's "
-            f"embedding, as the speculators layout holds it, is left out, but {where}: give --target"
+            f"embedding, as the speculators layout holds it, is left out, but {missing}: give --target"
         )
     if embedding is None or not shares_embedding(head, embedding, stored):
         return head  # an embedding of its own is refused by name
@@ -169,8 +167,8 @@ def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None
 def _eagle_head(head: str, target: str | None) -> str:
     """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
     from drafters.families import family_of
-    from specdec.loading.builtin import AUTO_HEAD
     from specdec.loading.heads import IN_TARGET, resolve_head
+    from specdec.loading.names import AUTO_HEAD
 
     if head in (AUTO_HEAD, *IN_TARGET) and target is None:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")

@@ -74,7 +74,7 @@ def generate(
         _print_stats(model, done)
 
 
-class Asked(NamedTuple):
+class PromptLine(NamedTuple):
     """A prompt, and the id that its line gives it; None where it gives none."""
 
     prompt: Any
@@ -89,7 +89,7 @@ def _check_new(output: Path) -> None:
         raise InvalidInputError(f"--output {output}: there is no folder {output.absolute().parent}")
 
 
-def _read_prompts(prompt: str | None, file: Path | None) -> list[Asked]:
+def _read_prompts(prompt: str | None, file: Path | None) -> list[PromptLine]:
     if prompt is not None and file is not None:
         raise InvalidInputError("both a prompt and --file were given; give one of them")
     if file is not None:
@@ -99,7 +99,7 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[Asked]:
     text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
     if not text:
         raise InvalidInputError("the prompt is empty; give it as an argument, through --file, or on standard input")
-    return [Asked(text)]
+    return [PromptLine(text)]
 
 
 def read_prompt_file(path: Path) -> list[Any]:
@@ -111,18 +111,18 @@ def read_prompt_file(path: Path) -> list[Any]:
     return [each.prompt for each in _read_file(path)]
 
 
-def _read_file(path: Path) -> list[Asked]:
+def _read_file(path: Path) -> list[PromptLine]:
     if path.suffix == ".jsonl":
         from drafters.training.data import question_lines
 
-        return [Asked(content, row.get("id")) for _, row, content in question_lines(path)]
+        return [PromptLine(content, row.get("id")) for _, row, content in question_lines(path)]
     try:
         text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"cannot read prompts from {path}: {error}") from error
     if not text.strip():
         raise InvalidInputError(f"{path} is empty; at least one token is needed")
-    return [Asked(text.rstrip("\n"))]
+    return [PromptLine(text.rstrip("\n"))]
 
 
 def _write_json(

@@ -13,8 +13,6 @@ from specdec.cli.options import PATH, examples, flag, load_model, load_options_o
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from drafters.checkpoints.config_fields import HeadReport
     from specdec.extensions.head_check.check import Agreement
     from specdec.model import SpeculativeModel
@@ -68,8 +66,8 @@ def inspect(
 
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     """The target to inspect a head with, or None and why there is none."""
-    from specdec.loading.builtin import AUTO_HEAD, resolve
-    from specdec.loading.heads import IN_TARGET, is_available, target_of_head
+    from specdec.loading.heads import IN_TARGET
+    from specdec.loading.names import AUTO_HEAD, is_available, resolve, target_of_head
 
     if given is not None:
         return given, ""
@@ -86,8 +84,8 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
 def _described(head: str, load: LoadOptions) -> HeadReport:
     """Print a head without a target, from its own files."""
     from drafters.families import family_of
-    from specdec.loading.builtin import resolve
     from specdec.loading.heads import reading_options
+    from specdec.loading.names import resolve
 
     path = resolve(head)
     return family_of(path).code().describe_head(path, reading_options(load))
@@ -116,7 +114,15 @@ def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as
 
 def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) -> None:
     from drafters.checkpoints.config_fields import Reported
-    from specdec.cli.tables import fact_notes, facts_table, fit_lines, make_console, report_table
+    from specdec.cli.tables import (
+        agreement_lines,
+        fact_notes,
+        facts_table,
+        fit_lines,
+        make_console,
+        readings_table,
+        report_table,
+    )
 
     facts = model.describe()
     if as_json:
@@ -128,22 +134,16 @@ def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) 
     for line in fit_lines(facts):
         console.print(line, style="green", highlight=False)
     if agreement is not None:
-        _print_agreement(console, agreement)
+        if agreement.chains is not None:
+            console.print(readings_table(agreement))
+        style = "green" if agreement.verdict == "fine" else "red"
+        for line in agreement_lines(agreement):
+            console.print(line, style=style, highlight=False, markup=False)
     console.print(facts_table(facts))
     for line in fact_notes(facts):
         console.print(line, style="dim", highlight=False, markup=False)
     if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
         console.print(report_table(model.head.checkpoint_report))
-
-
-def _print_agreement(console: Console, agreement: Agreement) -> None:
-    from specdec.cli.tables import agreement_lines, readings_table
-
-    if agreement.chains is not None:
-        console.print(readings_table(agreement))
-    style = "green" if agreement.verdict == "fine" else "red"
-    for line in agreement_lines(agreement):
-        console.print(line, style=style, highlight=False, markup=False)
 
 
 def _print_head(report: HeadReport, remark: str, as_json: bool) -> None:

@@ -159,38 +159,36 @@ class Plugin:
             return str(error)
 
 
+def checkout(root: Path = ROOT) -> dict[str, Any]:
+    """The [project] table of the pyproject.toml at `root`; {} where it is another project's, or there is none."""
+    file = root / "pyproject.toml"
+    project: dict[str, Any] = tomllib.loads(file.read_text("utf-8")).get("project", {}) if file.is_file() else {}
+    return project if project.get("name") == DISTRIBUTION else {}
+
+
 def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin]:
     """The commands that packages add, by name; those of this distribution, whose packages lie at `root`, first.
 
     Raises:
         PluginError: two commands have one name, which may be that of a built-in one (`taken`).
     """
-    found: dict[str, Plugin] = {}
-    names = set(taken)
     installed = [
         Plugin(entry, str(entry.dist.name) if entry.dist else "an unknown distribution")
         for entry in entry_points(group=GROUP)
     ]
-    own, others = _of_checkout(root / "pyproject.toml"), [p for p in installed if p.distribution != DISTRIBUTION]
-    if own is None:
-        own = [p for p in installed if p.distribution == DISTRIBUTION]
+    own = [plugin for plugin in installed if plugin.distribution == DISTRIBUTION]
+    if project := checkout(root):
+        table = project.get("entry-points", {}).get(GROUP, {})
+        own = [Plugin(EntryPoint(name, value, GROUP), DISTRIBUTION) for name, value in table.items()]
+    others = [plugin for plugin in installed if plugin.distribution != DISTRIBUTION]
+    found: dict[str, Plugin] = {}
+    owners = dict.fromkeys(taken, "specdec itself")
     # once: an editable install is found twice where its folder is on the path, there and in site-packages
     for plugin in dict.fromkeys((*own, *others)):
         name = plugin.entry.name
-        if name in names:
-            other = found[name].distribution if name in found else "specdec itself"
-            raise PluginError(f"{plugin.distribution} adds the command {name!r}, which {other} has; uninstall one")
-        names.add(name)
-        found[name] = plugin
+        if name in owners:
+            raise PluginError(
+                f"{plugin.distribution} adds the command {name!r}, which {owners[name]} has; uninstall one"
+            )
+        found[name], owners[name] = plugin, plugin.distribution
     return found
-
-
-def _of_checkout(pyproject: Path) -> list[Plugin] | None:
-    """The commands of a pyproject.toml; None where it is another project's, or there is none."""
-    if not pyproject.is_file():
-        return None
-    project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
-    if project.get("name") != DISTRIBUTION:
-        return None
-    table = project.get("entry-points", {}).get(GROUP, {})
-    return [Plugin(EntryPoint(name, value, GROUP), DISTRIBUTION) for name, value in table.items()]

@@ -45,17 +45,20 @@ class Commands(LazyGroup):
         except PluginError as error:
             raise BadInput(str(error)) from error
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click. Without arguments the help is the answer, and no usage error."""
-        if not args and not ctx.resilient_parsing:
-            click.echo(ctx.get_help())
-            ctx.exit()
-        return super().parse_args(ctx, args)
+
+def _help() -> None:
+    """Without a command the help is the answer, and no usage error."""
+    context = click.get_current_context()
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 cli = Commands(
     "specdec",
     lazy=_COMMANDS,
+    callback=_help,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
     context_settings=CONTEXT,
     help="Speculative decoding for Hugging Face causal language models, with exactly the model's own output.",
     epilog=examples(

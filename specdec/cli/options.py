@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options.kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
+from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
 
@@ -129,7 +129,7 @@ def _click_option(load: Field[Any], **changes: Any) -> Callable[[Any], Any]:
 def _click_type(kind: Kind) -> click.ParamType | type[str]:
     if isinstance(kind, Whole):
         return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
-    if isinstance(kind, Share):
+    if isinstance(kind, Fraction):
         return click.FloatRange(0, 1, min_open=True)
     return click.Choice(list(kind.words)) if isinstance(kind, Choice) else str
 
@@ -159,8 +159,7 @@ def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:
     Raises:
         InvalidInputError: no head is wanted, and the model is one.
     """
-    from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
-    from specdec.loading.pairs import pair_of
+    from specdec.loading.names import BUILTIN_HEADS, builtin_name, pair_of
 
     if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
         raise InvalidInputError(_NO_TARGET.format(model, pair.target))
@@ -177,7 +176,7 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     Raises:
         InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
     """
-    from specdec.loading.pairs import pair_of
+    from specdec.loading.names import pair_of
     from specdec.model import SpeculativeModel
 
     loaded = SpeculativeModel.from_pretrained(model, draft_of(model, draft, options), **options.as_arguments())

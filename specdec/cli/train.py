@@ -108,7 +108,7 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.checkpoints.tensor_files import locate
-    from specdec.loading.builtin import resolve
+    from specdec.loading.names import resolve
 
     source, revision = module or options["model"], options["revision"]
     if module is None and revision is not None:
@@ -121,7 +121,7 @@ def _run(options: Options, family: str, chosen: dict[str, Any]) -> None:
     from rich.console import Console
 
     from drafters.training.data import read_questions
-    from drafters.training.train_config import TrainConfig
+    from drafters.training.state import TrainConfig
     from specdec.extensions.training.run import plan_training
     from specdec.extensions.training.run_folder import AnswerLimits, answer_prepared, prepare_questions
     from specdec.model import SpeculativeModel

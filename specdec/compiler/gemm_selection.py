@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -20,11 +20,11 @@ from torch import nn
 from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from specdec.compiler.siblings import SiblingLinear
-from specdec.ops.gemm_choice import Algorithm, Choice, Launch, ProductShape, Timer, fastest, use
-from specdec.ops.gemm_library import Library, Matmul, library_of
+from specdec.ops.gemm import Algorithm, Launch, Library, ProductShape, library_of, use
 from specdec.ops.linear import MOST_TOKENS, usual_product
 
-_FORMAT = 1
+log = logging.getLogger("specdec")
+_FORMAT = 2
 _LOCK_SECONDS = 10
 
 
@@ -47,8 +47,8 @@ class ChoiceStore:
         name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{gpu} cublaslt {version}")
         self.path = (cache_folder() / "products" if folder is None else folder) / f"{name}.json"
 
-    def read(self) -> dict[str, Choice]:
-        """Choices by the name of their shape, without damaged entries."""
+    def read(self) -> dict[str, Algorithm | None]:
+        """Choices by the name of their shape, without damaged entries; None: no algorithm beats the usual call."""
         try:
             found = json.loads(self.path.read_text("utf-8"))
             same = (found["format"], found["gpu"], found["library"]) == (_FORMAT, self._gpu, self._version)
@@ -58,15 +58,15 @@ class ChoiceStore:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("ignoring %s, which is damaged (%s)", self.path, error)
             return {}
-        return {name: choice for name, entry in choices.items() if (choice := _choice(entry)) is not None}
+        return {name: found for name, entry in choices.items() if isinstance(found := _choice(entry), Algorithm | None)}
 
-    def add(self, choices: dict[ProductShape, Choice]) -> bool:
+    def add(self, choices: dict[ProductShape, Algorithm | None]) -> bool:
         """Merge into the file's current content; returns whether that worked."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS):
                 both = self.read() | {str(shape): choice for shape, choice in choices.items()}
-                entries = {name: _entry(choice) for name, choice in sorted(both.items())}
+                entries = {name: found and [found.data.hex(), found.workspace] for name, found in sorted(both.items())}
                 content = {"format": _FORMAT, "gpu": self._gpu, "library": self._version, "choices": entries}
                 # Written to a temporary file and renamed: `read` takes no lock and must never see half a file.
                 new = self.path.with_suffix(f".{os.getpid()}.new")
@@ -78,22 +78,47 @@ class ChoiceStore:
         return True
 
 
-def _entry(choice: Choice) -> dict[str, Any]:
-    times = {"us": round(choice.us, 2), "usual_us": round(choice.usual_us, 2)}
-    if choice.algorithm is None:
-        return {"algorithm": None, **times}
-    return {"algorithm": choice.algorithm.data.hex(), "workspace": choice.algorithm.workspace, **times}
-
-
-def _choice(entry: Any) -> Choice | None:
-    try:
-        times = float(entry["us"]), float(entry["usual_us"])
-        if entry["algorithm"] is None:
-            return Choice(None, *times)
-        algorithm = Algorithm(bytes.fromhex(entry["algorithm"]), int(entry["workspace"]))
-    except (KeyError, TypeError, ValueError, OverflowError):
+def _choice(entry: Any) -> Algorithm | str | None:
+    """An entry of the file; a damaged one as words."""
+    if entry is None:
         return None
-    return Choice(algorithm, *times) if algorithm.workspace >= 0 else None
+    try:
+        data, workspace = entry
+        found = Algorithm(bytes.fromhex(data), int(workspace))
+    except (TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    return found if found.workspace >= 0 else "a negative workspace"
+
+
+FINALISTS = 4
+NEAR = 1.08
+"""Algorithms that are slower than the best by more in a brief timing are no finalists. More or slower finalists changed
+none of 192 choices on an H200 (docs/log/starts.md)."""
+_SPAN_US, _MOST_CALLS = 400, 4
+"""A long timing is this many microseconds of calls, but at most this many calls: more calls of a long matmul add
+nothing."""
+LEAST_GAIN = 0.02
+"""A choice that gains less than this share of the time is noise: the library's own stays."""
+
+
+Timer = Callable[[Sequence[Launch], int, int], list[float]]
+"""(launches of one shape, calls, rounds) -> µs of a call of each: the least of `rounds` means; inf where one fails."""
+
+
+def fastest(
+    algorithms: Sequence[Algorithm], launcher: Callable[[Algorithm], Launch], usual: Launch, timer: Timer
+) -> Algorithm | None:
+    """The best algorithm; None if none beats the usual call. All algorithms are timed briefly, the best of
+    them at length and in turn with the usual call."""
+    launches = [launcher(each) for each in algorithms]
+    brief = timer(launches, 2, 2)
+    least = min(brief, default=float("inf"))
+    best = sorted((us, i) for i, us in enumerate(brief) if us <= NEAR * least and us < float("inf"))[:FINALISTS]
+    calls = min(max(round(_SPAN_US / max(least, 1)), 1), _MOST_CALLS)
+    usual_us, *final = timer([usual, *(launches[i] for _, i in best)], calls, 6)
+    us, winner = min(((us, i) for us, (_, i) in zip(final, best, strict=True)), default=(float("inf"), -1))
+    gains = usual_us < float("inf") and us <= (1 - LEAST_GAIN) * usual_us
+    return algorithms[winner] if gains else None
 
 
 _CACHES = 3
@@ -156,23 +181,8 @@ class GpuTimer:
 
 MOST_SECONDS = 4.0
 """Time for timing in one start. Shapes that do not fit into it are left to the next start."""
-log = logging.getLogger("specdec")
-Use = Callable[[torch.device, ProductShape, Launch], None]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Weights [O, I] of one shape and dtype, and the numbers of tokens that they are multiplied with."""
-
-    weights: Sequence[torch.Tensor]
-    tokens: frozenset[int]
-
-    def shapes(self) -> list[ProductShape]:
-        """One for each number of tokens, the smallest first; none that the choice does not concern."""
-        weight = self.weights[0]
-        rows, width = weight.shape
-        every = (ProductShape(weight.dtype, rows, width, tokens) for tokens in sorted(self.tokens))
-        return [shape for shape in every if shape.tokens > MOST_TOKENS and shape.is_aligned]
+Wanted = Mapping[ProductShape, Sequence[torch.Tensor]]
+"""The weights [O, I] of each shape, on one device."""
 
 
 @dataclass
@@ -197,75 +207,43 @@ class Tally:
         return f"{self.chosen} of {self.shapes} shapes by measurement ({self.read} from disk, {timed}{rest})"
 
 
-class Selection:
-    """Chooses for one device. tally: counts of the choices."""
+def choose(
+    wanted: Wanted,
+    library: Library,
+    store: ChoiceStore,
+    timer: Callable[[Sequence[torch.Tensor], int], Timer] = GpuTimer,
+    clock: Callable[[], float] = time.perf_counter,
+    most_seconds: float = MOST_SECONDS,
+) -> Tally:
+    """Choose for every shape, and use what is chosen.
 
-    def __init__(
-        self,
-        library: Library,
-        store: ChoiceStore,
-        timer: Callable[[Sequence[torch.Tensor], int], Timer] = GpuTimer,
-        use: Use = use,
-        clock: Callable[[], float] = time.perf_counter,
-        most_seconds: float = MOST_SECONDS,
-    ) -> None:
-        """timer: made of the weights and the number of tokens of one shape."""
-        self.tally = Tally()
-        self._library, self._store, self._timer, self._use = library, store, timer, use
-        self._clock, self._most_seconds = clock, most_seconds
+    Few tokens come first: most rounds have few, and timing those takes least time; of as many tokens the weights that
+    take longest to read.
 
-    def choose(self, wanted: Sequence[Wanted]) -> None:
-        """Choose for every shape. Few tokens come first: most rounds have few, and timing those takes least time; of
-        as many tokens the weights that take longest to read."""
-        started, kept, new = self._clock(), self._store.read(), {}
-        largest_first = sorted(wanted, key=lambda each: sum(weight.nbytes for weight in each.weights), reverse=True)
-        pairs = [(shape, each) for each in largest_first for shape in each.shapes()]
-        for shape, each in sorted(pairs, key=lambda pair: pair[0].tokens):
-            self.tally.shapes += 1
-            offer = self._library.matmul(shape)
-            choice = kept.get(str(shape))
-            if choice is not None and (choice.algorithm is None or offer.supports(choice.algorithm)):
-                self.tally.read += 1
-            elif self._clock() - started < self._most_seconds and (choice := self._timed(each, shape, offer)):
-                new[shape] = choice
-                self.tally.timed += 1
-            else:
-                continue
-            if choice.algorithm is not None:
-                self._use(each.weights[0].device, shape, offer.launcher(choice.algorithm))
-                self.tally.chosen += 1
-        self.tally.seconds = self._clock() - started
-        if new:
-            self._store.add(new)
-
-    def _timed(self, wanted: Wanted, shape: ProductShape, offer: Matmul) -> Choice | None:
-        """None where the memory left does not suffice for timing."""
-        try:
-            timer = self._timer(wanted.weights, shape.tokens)
-            return fastest(offer.algorithms(), offer.launcher, usual_product, timer)
-        except torch.OutOfMemoryError:
-            return None
-
-
-def select_products(wanted: Sequence[Wanted]) -> str:
-    """Choose the algorithms of matmuls on one GPU, and return a summary for the log.
-
-    Call it while the device is idle; weights are in half precision on a GPU.
+    timer: made of the weights and the number of tokens of one shape.
     """
-    if not wanted:
-        return "none to choose"
-    device = wanted[0].weights[0].device
-    library = library_of(device)
-    if not isinstance(library, Library):
-        return f"left to the library ({library})"
-    facts = torch.cuda.get_device_properties(device)
-    selection = Selection(library, ChoiceStore(f"{facts.name} {facts.multi_processor_count}", library.version))
-    with torch.cuda.device(device):
-        selection.choose([each for each in wanted if each.weights[0].device == device])
-        torch.cuda.empty_cache()  # graphs have a private memory pool, which could not reuse timing's memory
-    said = f"{selection.tally}, cuBLASLt {library.version}"
-    log.info("matmul algorithms: %s", said)
-    return said
+    tally, started, kept = Tally(len(wanted)), clock(), store.read()
+    new: dict[ProductShape, Algorithm | None] = {}
+    for shape, weights in sorted(wanted.items(), key=lambda each: (each[0].tokens, -sum(w.nbytes for w in each[1]))):
+        matmul, algorithm = library.matmul(shape), kept.get(str(shape))
+        if str(shape) in kept and (algorithm is None or matmul.supports(algorithm)):
+            tally.read += 1
+        elif clock() - started < most_seconds:
+            try:
+                timed = timer(weights, shape.tokens)
+                new[shape] = algorithm = fastest(matmul.algorithms(), matmul.launcher, usual_product, timed)
+            except torch.OutOfMemoryError:  # the memory left does not suffice for timing
+                continue
+            tally.timed += 1
+        else:
+            continue
+        if algorithm is not None:
+            use(weights[0].device, shape, matmul.launcher(algorithm))
+            tally.chosen += 1
+    tally.seconds = clock() - started
+    if new:
+        store.add(new)
+    return tally
 
 
 def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invariant: bool = False) -> str:
@@ -275,23 +253,36 @@ def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invar
     readers: modules (others have no weights) and the numbers of tokens that they are captured for. batch_invariant:
     matmuls use one summation order for any number of tokens, so no choice is made.
     """
-    if batch_invariant:
-        return "none to choose (batch-invariant)"
-    return select_products(wanted_products((m, t) for m, t in readers if isinstance(m, nn.Module)))
+    wanted = {} if batch_invariant else wanted_products(readers)
+    if not wanted:
+        return f"none to choose{' (batch-invariant)' * batch_invariant}"
+    device = next(iter(wanted.values()))[0].device
+    library = library_of(device)
+    if not isinstance(library, Library):
+        return f"left to the library ({library})"
+    facts = torch.cuda.get_device_properties(device)
+    with torch.cuda.device(device):
+        tally = choose(wanted, library, ChoiceStore(f"{facts.name} {facts.multi_processor_count}", library.version))
+        torch.cuda.empty_cache()  # graphs have a private memory pool, which could not reuse timing's memory
+    said = f"{tally}, cuBLASLt {library.version}"
+    log.info("matmul algorithms: %s", said)
+    return said
 
 
-def wanted_products(readers: Iterable[tuple[nn.Module, Iterable[int]]]) -> list[Wanted]:
-    """Weights of one shape, each once, with every number of tokens of a module that has one of them."""
-    weights: dict[tuple[torch.device, torch.dtype, torch.Size], dict[int, torch.Tensor]] = {}
-    tokens: dict[tuple[torch.device, torch.dtype, torch.Size], set[int]] = {}
+def wanted_products(readers: Iterable[tuple[object, Iterable[int]]]) -> Wanted:
+    """The shapes that the choice concerns, with their weights, each once, all on the first one's device."""
+    found: dict[ProductShape, dict[int, torch.Tensor]] = {}
+    device = None
     for module, numbers in readers:
-        counts = frozenset(numbers)
-        for weight in product_weights(module):
-            if weight.is_cuda and weight.dtype in HALF:
-                key = weight.device, weight.dtype, weight.shape
-                weights.setdefault(key, {}).setdefault(weight.data_ptr(), weight)
-                tokens.setdefault(key, set()).update(counts)
-    return [Wanted(list(own.values()), frozenset(tokens[key])) for key, own in weights.items()]
+        for weight in product_weights(module) if isinstance(module, nn.Module) else ():
+            device = weight.device if device is None and weight.is_cuda else device
+            if weight.device == device and weight.dtype in HALF:
+                rows, width = weight.shape
+                shapes = (ProductShape(weight.dtype, rows, width, tokens) for tokens in numbers if tokens > MOST_TOKENS)
+                for shape in shapes:
+                    if shape.is_aligned:
+                        found.setdefault(shape, {}).setdefault(weight.data_ptr(), weight)
+    return {shape: list(weights.values()) for shape, weights in found.items()}
 
 
 def product_weights(module: nn.Module) -> list[torch.Tensor]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +14,21 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from attention.backends.limits import HALF
-from specdec.compiler.fp8_passes import quantise_at_once
-from specdec.compiler.router_passes import choose_at_once
+from specdec.compiler.patterns import (
+    Call,
+    alike,
+    aten,
+    call_of_many,
+    calls,
+    convert,
+    dtype_of,
+    erase,
+    match,
+    replace,
+    results_at,
+    shape_of,
+    value_at,
+)
 from specdec.errors import UnsupportedModelError
 from specdec.ops.elementwise import (  # noqa: F401 (registers the operators)
     add_rms_norm,
@@ -26,12 +37,13 @@ from specdec.ops.elementwise import (  # noqa: F401 (registers the operators)
     rotated_together,
     silu_product,
 )
+from specdec.ops.fp8 import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8  # noqa: F401 (registers them)
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
+from specdec.ops.mixtures.routed import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
 from specdec.wrapped.group import GRAPH_PASSES
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm", "fp8_quantise", "fp8_quantise_by", "fp8_matmul")
-aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
@@ -61,7 +73,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
         # Change a number with every change of a rewriting: the compiler would reuse cached code of the old one.
-        return f"specdec-rewriting-6{'-batch-invariant' if self._batch_invariant else ''}-fp8-1"
+        return f"specdec-rewriting-7{'-batch-invariant' if self._batch_invariant else ''}-fp8-2"
 
 
 def leave_one_matmul(graph: Graph) -> None:
@@ -72,7 +84,7 @@ def leave_one_matmul(graph: Graph) -> None:
         taken = node.target is operator.getitem or getattr(packet, "__name__", "") in _SHAPE_OPS + _MATMULS
         if node.op != "call_function" or not taken:
             continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        key = (node.target, repr((node.args, node.kwargs)))  # which has the unique names of other nodes
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -83,7 +95,7 @@ def read_weights_once(graph: Graph) -> None:
     """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph becomes `few_tokens_linear`."""
     for node in list(graph.nodes):
         if node.target is aten.mm.default and (weight := _transposed_input(node.args[1])):
-            _replace(graph, node, torch.ops.specdec.few_tokens_linear, (node.args[0], weight))
+            replace(graph, node, torch.ops.specdec.few_tokens_linear, (node.args[0], weight))
 
 
 def sum_alike(graph: Graph) -> None:
@@ -96,9 +108,9 @@ def sum_alike(graph: Graph) -> None:
         if node.target not in _ATEN_MATMULS or _sums_nothing(node):
             continue
         if (args := _matmul_with_weight(node)) is None:
-            sizes = (f"{list(_shape(arg))} {_dtype(arg)}" for arg in node.args if _shape(arg))
+            sizes = (f"{list(shape_of(arg))} {dtype_of(arg)}" for arg in node.args if shape_of(arg))
             raise UnsupportedModelError(f"not batch-invariant: a matmul {node.target} of {' and '.join(sizes)}")
-        _replace(graph, node, torch.ops.specdec.invariant_linear, args)
+        replace(graph, node, torch.ops.specdec.invariant_linear, args)
 
 
 def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
@@ -107,196 +119,130 @@ def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
         return None
     *biases, x, transposed = node.args
     weight, bias = _transposed_input(transposed), biases[0] if biases else None
-    if weight is None or _dtype(x) not in HALF or (bias is not None and _shape(bias) != _shape(weight)[:1]):
+    if weight is None or dtype_of(x) not in HALF or (bias is not None and shape_of(bias) != shape_of(weight)[:1]):
         return None
     return x, weight, bias
 
 
 def _sums_nothing(node: Node) -> bool:
     """Whether each result of a matmul is one term, as in rotary frequencies times positions."""
-    return not node.kwargs and len(node.args) == 2 and _shape(node.args[0])[-1:] == (1,)
+    return not node.kwargs and len(node.args) == 2 and shape_of(node.args[0])[-1:] == (1,)
 
 
-def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
-    with graph.inserting_before(node):
-        new = _call(graph, packet, args)
-    new.meta.update(node.meta)  # shapes and dtypes, which the later rewritings read
-    node.replace_all_uses_with(new)
-    _erase(graph, node)
-
-
-def _erase(graph: Graph, node: Node) -> None:
-    """Erase a node without users and nodes that only it has read; the compiler computes even unread concatenations."""
-    if not node.users and node.op == "call_function":
-        inputs = node.all_input_nodes
-        graph.erase_node(node)
-        for each in inputs:
-            _erase(graph, each)
+_WIDE = Call(convert, ("x", torch.float32), name="wide")
+_MEAN = Call(aten.mean.dim, (Call(aten.pow.Tensor_Scalar, (_WIDE, 2)), lambda dims: dims in ([-1], [2]), True))
+# Only readers: a second reader of an inner value would need it computed as well, and nothing would be saved.
+_RSQRT = Call(aten.rsqrt.default, (Call(aten.add.Tensor, (_MEAN, "eps")),), readers=1)
+_SCALED = Call(convert, (Call(aten.mul.Tensor, (_WIDE, _RSQRT), readers=1), "dtype"), readers=1)
+_NORM = Call(aten.mul.Tensor, ("weight", _SCALED))
 
 
 def norm_at_once(graph: Graph) -> None:
-    """Every RMS norm of hidden states [1, T, H] becomes `rms_norm`, or `add_rms_norm` where its input is a sum."""
+    """Every RMS norm of hidden states [1, T, H] becomes `rms_norm`, or `add_rms_norm` where its input is a sum.
+
+    A norm in half precision: weight · half(float(x) · rsqrt(mean(x²) + eps)), with a weight [H] that is an input.
+    """
     for node in list(graph.nodes):
-        norm = _norm_around(node)
-        if norm is None:
+        norm = match(_NORM, node)
+        if norm is None or not _is_of_hidden_states(**norm):
             continue
-        total = norm.x
-        if _is(total, aten.add.Tensor) and not total.kwargs and all(_alike(arg, total) for arg in total.args):
-            with graph.inserting_before(total):
-                both = _call(graph, torch.ops.specdec.add_rms_norm, (*total.args, norm.weight, norm.eps))
-                new_total, normed = _results(graph, both, (total, norm.out))
-            total.replace_all_uses_with(new_total)
-        else:
-            with graph.inserting_before(norm.out):
-                normed = _call(graph, torch.ops.specdec.rms_norm, (total, norm.weight, norm.eps))
-            normed.meta.update(norm.out.meta)
-        norm.out.replace_all_uses_with(normed)
+        total, others = norm["x"], (norm["weight"], norm["eps"])
+        if not calls(total, aten.add.Tensor) or total.kwargs or not all(alike(arg, total) for arg in total.args):
+            replace(graph, node, torch.ops.specdec.rms_norm, (total, *others))
+            continue
+        with graph.inserting_before(total):
+            args, values = (*total.args, *others), (value_at(total), value_at(node))
+            new_total, normed = call_of_many(graph, torch.ops.specdec.add_rms_norm, args, values)
+        total.replace_all_uses_with(new_total)
+        node.replace_all_uses_with(normed)
 
 
-@dataclass(frozen=True)
-class _Norm:
-    """x [1, T, H] and weight [H], an input of the graph; `out` is the norm's result. All but eps are nodes."""
-
-    x: Any
-    weight: Any
-    eps: float
-    out: Any
+def _is_of_hidden_states(x: Any, weight: Any, eps: Any, dtype: Any, wide: Any) -> bool:
+    shape = shape_of(x)
+    half = dtype in HALF and dtype == dtype_of(x) == dtype_of(weight)
+    given = isinstance(eps, float) and isinstance(weight, Node) and weight.op == "placeholder"
+    return half and given and len(shape) == 3 and shape[0] == 1 and shape_of(weight) == shape[2:]
 
 
-def _norm_around(rsqrt: Any) -> _Norm | None:
-    """The norm in half precision around a reciprocal square root: weight · half(float(x) · rsqrt(mean(x²) + eps))."""
-    if not _is(rsqrt, aten.rsqrt.default) or not _is(shifted := rsqrt.args[0], aten.add.Tensor):
-        return None
-    mean, eps = shifted.args
-    if not isinstance(eps, float) or not _is(mean, aten.mean.dim) or mean.args[1:] not in (([-1], True), ([2], True)):
-        return None
-    if shifted.kwargs or mean.kwargs:
-        return None
-    square = mean.args[0]
-    if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(wide := square.args[0], convert):
-        return None
-    # Only users: a second reader of an inner value would need it computed as well, and nothing would be saved.
-    scaled = _only_user(rsqrt, aten.mul.Tensor)
-    if scaled is None or set(scaled.args) != {wide, rsqrt} or (half := _only_user(scaled, convert)) is None:
-        return None
-    out, (x, wide_dtype) = _only_user(half, aten.mul.Tensor), wide.args
-    if out is None or half.args[1] != _dtype(x) or _dtype(x) not in HALF or wide_dtype != torch.float32:
-        return None
-    weight = next((arg for arg in out.args if isinstance(arg, Node) and arg is not half), None)
-    if weight is None or weight.op != "placeholder" or _dtype(weight) != _dtype(x):
-        return None
-    shape = _shape(x)
-    return _Norm(x, weight, eps, out) if len(shape) == 3 and shape[0] == 1 and _shape(weight) == shape[2:] else None
+# x · cos + cat(-x₂, x₁) · sin of the halves x₁, x₂ of x.
+_HALVES = [Call(aten.neg.default, ("second",)), Call(aten.slice.Tensor, ("x", 3, 0, "half"))]
+_TURNED = Call(aten.cat.default, (_HALVES, lambda dim: dim in (-1, 3)), name="turned")
+_ROTATION = Call(aten.add.Tensor, (Call(aten.mul.Tensor, ("x", "cos")), Call(aten.mul.Tensor, (_TURNED, "sin"))))
 
 
 def rotate_at_once(graph: Graph) -> None:
     """The rotary embeddings of a query and a key [1, heads, T, D] with the same cos and sin become one `rotated`."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    waiting: dict[tuple[Node, Node], _Rotation] = {}
+    waiting: dict[tuple[Node, Node], tuple[Node, Node]] = {}
     # Queries and keys come in one order in every model: the first rotation with these cos and sin waits for the second.
     for node in list(graph.nodes):
-        key = _rotation_at(node)
-        if key is None:
+        found = match(_ROTATION, node)
+        if found is None or not _is_of_heads(**found):
             continue
-        query = waiting.pop((key.cos, key.sin), None)
-        if query is None or _needs(key.x, query.out, place):
-            waiting[key.cos, key.sin] = key
+        x, cos, sin = found["x"], found["cos"], found["sin"]
+        query, rotated_query = waiting.pop((cos, sin), (None, node))
+        if query is None or _needs(x, rotated_query, place):
+            waiting[cos, sin] = x, node
             continue
-        with graph.inserting_before(key.out):
-            both = _call(graph, torch.ops.specdec.rotated, (query.x, key.x, key.cos, key.sin))
-            results = _results(graph, both, (query.out, key.out))
-        place |= dict.fromkeys((both, *results), place[key.out])
-        for rotation, result in zip((query, key), results, strict=True):
-            rotation.out.replace_all_uses_with(result)
+        with graph.inserting_before(node):
+            values = value_at(rotated_query), value_at(node)
+            results = call_of_many(graph, torch.ops.specdec.rotated, (query, x, cos, sin), values)
+        place |= dict.fromkeys((results[0].args[0], *results), place[node])
+        for old, result in zip((rotated_query, node), results, strict=True):
+            old.replace_all_uses_with(result)
     stable_topological_sort(graph)  # a reader of the rotated query may come before the key in the old order
+
+
+def _is_of_heads(x: Any, cos: Any, sin: Any, turned: Any, second: Any, half: Any) -> bool:
+    shape = shape_of(x)
+    if dtype_of(x) not in HALF or any(dtype_of(node) != dtype_of(x) for node in (cos, turned, sin)):
+        return False
+    if len(shape) != 4 or shape[0] != 1 or shape[3] != 2 * half or not calls(second, aten.slice.Tensor):
+        return False
+    to_the_end = second.args in ((x, 3, half), (x, 3, half, 2 * half), (x, 3, half, sys.maxsize))
+    return to_the_end and shape_of(cos) == (1, 1, shape[2], shape[3]) == shape_of(sin)
+
+
+# half(cat(x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin)) of the halves x₁, x₂ of x = float(cat(query, key)).
+_JOINED = Call(aten.cat.default, (["query", "key"], 1), name="joined")
+_PARTS = Call(aten.split.Tensor, (Call(convert, (_JOINED, torch.float32)), "half", -1), name="parts")
+_FIRST, _SECOND = (Call(operator.getitem, (_PARTS, i)) for i in (0, 1))
+_LOW = Call(aten.sub.Tensor, (Call(aten.mul.Tensor, (_FIRST, "cos")), Call(aten.mul.Tensor, (_SECOND, "sin"))))
+_HIGH = Call(aten.add.Tensor, (Call(aten.mul.Tensor, (_SECOND, "cos")), Call(aten.mul.Tensor, (_FIRST, "sin"))))
+_JOINED_ROTATION = Call(convert, (Call(aten.cat.default, ([_LOW, _HIGH], -1)), "dtype"))
 
 
 def rotate_joined_at_once(graph: Graph) -> None:
     """The rotary embedding of cat(query, key) [T, heads, D] in float32, as draft heads write it: one operator."""
     for node in list(graph.nodes):
-        args = _joined_rotation_at(node)
-        if args is not None:
-            _replace(graph, node, torch.ops.specdec.rotated_together, args)
+        found = match(_JOINED_ROTATION, node)
+        if found is not None and _is_joined(**found):
+            args = tuple(found[name] for name in ("query", "key", "cos", "sin"))
+            replace(graph, node, torch.ops.specdec.rotated_together, args)
 
 
-def _joined_rotation_at(out: Any) -> tuple[Any, Any, Any, Any] | None:
-    """Query, key [T, heads, D], cos and sin [T, 1, D/2] float32, when `out` rotates both in one tensor.
-
-    half(cat(x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin)) of the halves x₁, x₂ of x = float(cat(query, key)).
-    """
-    if not _is(out, convert) or _dtype(out) not in HALF or not _is_cat(out.args[0], -1):
-        return None
-    low, high = out.args[0].args[0]
-    if not _is(low, aten.sub.Tensor) or not _is(high, aten.add.Tensor) or low.kwargs or high.kwargs:
-        return None
-    if not all(_is(arg, aten.mul.Tensor) for arg in (*low.args, *high.args)):
-        return None
-    (first, cos), (second, sin) = (arg.args for arg in low.args)
-    if [arg.args for arg in high.args] != [(second, cos), (first, sin)]:
-        return None
-    joined = _halved(first, second)
-    if not _is_cat(joined, 1) or len(shape := _shape(joined)) != 3:
-        return None
-    query, key = joined.args[0]
-    if any(_dtype(node) != _dtype(out) for node in (query, key)):
-        return None
-    wanted = (shape[0], 1, shape[2] // 2)
-    fits = all(_shape(node) == wanted and _dtype(node) == torch.float32 for node in (cos, sin))
-    return (query, key, cos, sin) if fits else None
+def _is_joined(query: Any, key: Any, cos: Any, sin: Any, joined: Any, half: Any, dtype: Any, parts: Any) -> bool:
+    shape = shape_of(joined)
+    if dtype not in HALF or any(dtype_of(node) != dtype for node in (query, key)):
+        return False
+    wanted = (shape[0], 1, half) if len(shape) == 3 and shape[2] == 2 * half else None
+    return all(shape_of(node) == wanted and dtype_of(node) == torch.float32 for node in (cos, sin))
 
 
-def _halved(first: Any, second: Any) -> Any:
-    """x, when the two are the halves of float(x) [T, heads, D] along its last dimension."""
-    if not all(_is(part, operator.getitem) for part in (first, second)):
-        return None
-    (parts, zero), (other, one) = first.args, second.args
-    if parts is not other or (zero, one) != (0, 1) or not _is(parts, aten.split.Tensor) or parts.args[2:] != (-1,):
-        return None
-    wide, size = parts.args[:2]
-    if not _is(wide, convert) or wide.args[1] != torch.float32 or 2 * size != _shape(wide)[-1]:
-        return None
-    return wide.args[0]
-
-
-def _is_cat(node: Any, dim: int) -> bool:
-    """Whether `node` is two tensors side by side."""
-    return _is(node, aten.cat.default) and node.args[1:] == (dim,) and len(node.args[0]) == 2
+_GATE = Call(convert, ("gate", torch.float32), name="wide")
+_GROWN = Call(aten.exp.default, (Call(aten.neg.default, (_GATE,)),))
+_SILU = Call(convert, (Call(aten.div.Tensor, (_GATE, Call(aten.add.Tensor, (_GROWN, 1)))), "dtype"))
+_GATED = Call(aten.mul.Tensor, (_SILU, "up"))
 
 
 def gate_at_once(graph: Graph) -> None:
     """Every silu(gate) · up of [T, F] or [1, T, F] in half precision becomes `silu_product`."""
     for node in list(graph.nodes):
-        args = _gated_at(node)
-        if args is not None:
-            _replace(graph, node, torch.ops.specdec.silu_product, args)
-
-
-def _gated_at(out: Any) -> tuple[Node, Any] | None:
-    """gate and up, when `out` is half(silu(float(gate))) · up."""
-    if not _is(out, aten.mul.Tensor) or out.kwargs:
-        return None
-    shape = _shape(out)
-    if len(shape) != 2 and (len(shape) != 3 or shape[0] != 1):
-        return None
-    for activated, up in (out.args, out.args[::-1]):
-        gate = _silu_of(activated)
-        if gate is not None and _alike(gate, out) and _alike(up, out):
-            return gate, up
-    return None
-
-
-def _silu_of(half: Any) -> Any:
-    """x in half precision, when `half` is half(x / (exp(-x) + 1)), computed in float32; else None."""
-    if not _is(half, convert) or _dtype(half) not in HALF or not _is(half.args[0], aten.div.Tensor):
-        return None
-    wide, shifted = half.args[0].args
-    if half.args[0].kwargs or not _is(wide, convert) or wide.args[1] != torch.float32:
-        return None
-    if not _is(shifted, aten.add.Tensor) or shifted.kwargs or shifted.args[1] != 1:
-        return None
-    grown = shifted.args[0]
-    is_exp = _is(grown, aten.exp.default) and _is(grown.args[0], aten.neg.default) and grown.args[0].args[0] is wide
-    return wide.args[0] if is_exp else None
+        found = match(_GATED, node)
+        if found is None or dtype_of(node) not in HALF or not _is_one_row_of_tokens(node):
+            continue
+        if alike(found["gate"], node) and alike(found["up"], node):
+            replace(graph, node, torch.ops.specdec.silu_product, (found["gate"], found["up"]))
 
 
 def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
@@ -311,86 +257,125 @@ def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _Rotation:
-    """Nodes: x [1, heads, T, D], cos and sin [1, 1, T, D]; `out` is x rotated."""
-
-    x: Any
-    cos: Any
-    sin: Any
-    out: Any
+_MOST_CHOSEN = 32
+_COMPUTED = (torch.float32, *HALF)
+"""Scores that float32, in which the operator compares, holds as they are."""
 
 
-def _rotation_at(out: Any) -> _Rotation | None:
-    """x · cos + cat(-x₂, x₁) · sin in half precision, when `out` is one."""
-    if not _is(out, aten.add.Tensor) or out.kwargs or not all(_is(arg, aten.mul.Tensor) for arg in out.args):
-        return None
-    (x, cos), (half_rotated, sin) = (arg.args for arg in out.args)
-    if _dtype(x) not in HALF or any(_dtype(node) != _dtype(x) for node in (cos, half_rotated, sin)):
-        return None
-    shape = _shape(x)
-    if len(shape) != 4 or shape[0] != 1 or not _is_rotate_half(half_rotated, x, shape[3]):
-        return None
-    wanted = (1, 1, shape[2], shape[3])
-    return _Rotation(x, cos, sin, out) if _shape(cos) == wanted == _shape(sin) else None
+def _is_last(dims: Any) -> bool:
+    return dims in ([-1], [1])
 
 
-def _is_rotate_half(node: Any, x: Any, dim: Any) -> bool:
-    """Whether `node` is rotate_half of x: cat(-second half of x, first half of x)."""
-    if not _is(node, aten.cat.default) or node.args[1:] not in ((-1,), (3,)) or len(node.args[0]) != 2:
+def _divided(x: Call) -> Call:
+    """x / its sum along the last axis; x is read by nothing else."""
+    return Call(aten.div.Tensor, (x, Call(aten.sum.dim_IntList, (x, _is_last, True), readers=1)))
+
+
+def _softened(x: Any) -> Call:
+    """softmax(x) along the last axis, as the compiler writes it."""
+    shifted = Call(aten.sub.Tensor, (x, Call(aten.amax.default, (x, _is_last, True), readers=1)), readers=1)
+    return _divided(Call(aten.exp.default, (shifted,), name="grown", readers=2))
+
+
+_WIDE_CHOSEN = Call(convert, (Call(operator.getitem, ("top", 0), readers=1), torch.float32), name="wide", readers=2)
+_CHOSEN = Call(operator.getitem, ("top", 0), name="chosen", readers=2)
+_WEIGHTS = ((_divided(_CHOSEN), SUM), (_softened(_WIDE_CHOSEN), SOFTMAX), (_softened(_CHOSEN), SOFTMAX))
+"""How the chosen experts' scores are normalised, if nothing else reads them."""
+_SCORES = _softened("x")
+
+
+def choose_at_once(graph: Graph) -> None:
+    """Every top-k of scores [T, E] of so few experts becomes `best_experts`."""
+    normalised: dict[Node, tuple[Node, str]] = {}
+    for node in graph.nodes:
+        for pattern, normalise in _WEIGHTS if calls(node, aten.div.Tensor) else ():
+            if found := match(pattern, node):
+                cast = next(iter(node.users), None) if len(node.users) == 1 else None
+                normalised[found["top"]] = (cast if cast is not None and calls(cast, convert) else node), normalise
+    for node in list(graph.nodes):
+        if node.target is aten.topk.default and _is_choice(node):
+            _choose_in(graph, node, *normalised.get(node, (None, "")))
+
+
+def _is_choice(node: Node) -> bool:
+    value = value_at(node.args[0])
+    if value is None or value.dim() != 2 or value.dtype not in _COMPUTED or node.kwargs:
         return False
-    negated, first = node.args[0]
-    if not _is(negated, aten.neg.default) or not _is(first, aten.slice.Tensor):
-        return False
-    second, half = negated.args[0], dim // 2
-    return (
-        _is(second, aten.slice.Tensor)
-        and dim == 2 * half
-        and first.args == (x, 3, 0, half)
-        and second.args in ((x, 3, half), (x, 3, half, dim), (x, 3, half, sys.maxsize))
-    )
+    experts, (chosen, *others) = value.shape[1], node.args[1:]
+    few = isinstance(experts, int) and experts <= MOST_EXPERTS and isinstance(chosen, int) and chosen <= _MOST_CHOSEN
+    return few and tuple(others) in ((), (-1,), (1,), (-1, True), (1, True), (-1, True, True), (1, True, True))
 
 
-def _call(graph: Graph, packet: Any, args: tuple[Any, ...]) -> Node:
-    return graph.call_function(packet.default, args)
+def _choose_in(graph: Graph, top: Node, normalised: Node | None, normalise: str) -> None:
+    """normalised: the last node of what becomes of the chosen experts' scores; None: nothing that is known."""
+    scores: Any = top.args[0]
+    softmax = match(_SCORES, scores) if len(scores.users) == 1 and dtype_of(scores) == torch.float32 else None
+    if softmax is not None:
+        scores = softmax["x"]
+        scores = scores.args[0] if calls(scores, convert) else scores
+    value, places = top.meta["val"]
+    value = value if normalised is None else normalised.meta["val"]
+    args = (scores, top.args[1], softmax is not None, normalise, value.dtype)
+    with graph.inserting_before(top.next):
+        weight, place = call_of_many(graph, torch.ops.specdec.best_experts, args, (value, places))
+    for old in results_at(top, 1):
+        old.replace_all_uses_with(place)
+    for old in results_at(top, 0) if normalised is None else [normalised]:
+        old.replace_all_uses_with(weight)
+    graph.eliminate_dead_code()
 
 
-def _results(graph: Graph, node: Node, old: tuple[Node, ...]) -> list[Node]:
-    """The results of `node`, which replace `old`."""
-    node.meta["val"] = tuple(_value(o) for o in old)
-    results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(old))]
-    for result, o in zip(results, old, strict=True):
-        result.meta.update(o.meta)
-    return results
+_OURS = torch.ops.specdec
+_VIEWS = (aten.view.default, aten.reshape.default)
+_IN_8_BITS: dict[Any, Any] = {
+    _OURS.rms_norm.default: _OURS.rms_norm_fp8,
+    _OURS.silu_product.default: _OURS.silu_product_fp8,
+    _OURS.add_rms_norm.default: _OURS.add_rms_norm_fp8,
+}
 
 
-def _is(node: Any, target: Callable[..., Any]) -> bool:
-    return isinstance(node, Node) and node.target is target
+def quantise_at_once(graph: Graph) -> None:
+    """Fuse `fp8_quantise` with the norm or gated activation whose result it alone reads.
+
+    Run after the other rewritings, which leave one `fp8_quantise` for all layers that read a tensor.
+    """
+    for node in list(graph.nodes):
+        source = _only_read_by(node.args[0], node) if node.target is _OURS.fp8_quantise.default else None
+        if source is not None:
+            sums = source.target is operator.getitem and source.args[1] == 1  # a norm's, after its residual sum
+            maker: Any = source.args[0] if sums else source
+            if maker.target in _IN_8_BITS and sums == (maker.target is _OURS.add_rms_norm.default):
+                _quantise_in(graph, maker, node)
 
 
-def _only_user(node: Any, target: Callable[..., Any]) -> Any:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and _is(users[0], target) else None
+def _quantise_in(graph: Graph, old: Node, quantise: Node) -> None:
+    """Compute the result of `quantise` at `old`, after a residual sum, if `old` computes one."""
+    packet = _IN_8_BITS[old.target]
+    total = old.meta["val"][:1] if packet is _OURS.add_rms_norm_fp8 else ()
+    with graph.inserting_before(old):
+        results = call_of_many(graph, packet, old.args, (*total, *quantise.meta["val"]))
+    if total:
+        for node in results_at(old, 0):
+            node.replace_all_uses_with(results[0])
+    for place in (0, 1):
+        for node in results_at(quantise, place):
+            node.replace_all_uses_with(results[len(total) + place])
+    erase(graph, quantise)
 
 
-def _value(node: Any) -> torch.Tensor | None:
-    """The fake tensor of a node's result; None for anything that is no node or has no tensor as its result."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+def _only_read_by(value: Any, reader: Node) -> Node | None:
+    """The node that computes `value`, behind any views, if only `reader` reads it."""
+    while isinstance(value, Node) and len(value.users) == 1:
+        if value.target not in _VIEWS:
+            return value if _is_one_row_of_tokens(value) else None
+        value = value.args[0]
+    return None
 
 
-def _dtype(node: Any) -> torch.dtype | None:
-    value = _value(node)
-    return None if value is None else value.dtype
-
-
-def _shape(node: Any) -> tuple[Any, ...]:
-    value = _value(node)
-    return () if value is None else tuple(value.shape)
-
-
-def _alike(node: Any, other: Node) -> bool:
-    return _dtype(node) == _dtype(other) and _shape(node) == _shape(other)
+def _is_one_row_of_tokens(node: Node) -> bool:
+    """Whether it is [1, T, H] or [T, H], so that a view as [T, H] quantises its last axis."""
+    shape = shape_of(node)
+    return len(shape) == 2 or (len(shape) == 3 and shape[0] == 1)
 
 
 def _transposed_input(node: Any) -> Node | None:
@@ -399,11 +384,3 @@ def _transposed_input(node: Any) -> Node | None:
         source = node.args[0]
         return source if isinstance(source, Node) and source.op == "placeholder" else None
     return None
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in value)
-    if isinstance(value, dict):
-        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
-    return value

@@ -21,7 +21,7 @@ from attention.hf.patches import attention_configs
 from attention.hf.weights import address_of, computes_plainly
 from specdec.ops.fp8 import BLOCK, fp8_linear
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.fp8 import Fp8Linear
+from specdec.wrapped.quantised_layers import Fp8Linear
 
 
 class _Sibling(nn.Module):

@@ -82,7 +82,7 @@ def commit(
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.decided] = outcome.num_accepted
     if not head_has_read:
-        drafted = schedule.rows[: schedule.num_drafting]
+        drafted = schedule.rows[schedule.num_drafts > 0]
         table.head_computed[drafted] = table.computed[drafted]
     table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
     if head_has_read:

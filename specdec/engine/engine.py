@@ -2,7 +2,7 @@
 
 Where a request's next token comes from: the verification in flight decides it, the round's one read brings it to the
 host, the commit appends it, and it is the bonus token of the next verification. How far that one may be launched before
-the commit is the pipeline that the round is in: see `lookahead`.
+the commit is the pipeline that the round is in: see `Launcher.before_read` and `before_commit`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from attention.cache.pages import BlockTables
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission, admission_order
 from specdec.engine.commit import Committed, commit
-from specdec.engine.deadlines import Deadlines
-from specdec.engine.faults import Change, request_failed, rewound, round_failed, taken
+from specdec.engine.ends import Deadlines, rewound, round_failed
 from specdec.engine.guests import Guests
-from specdec.engine.launcher import LaunchedRound, Launcher, Lookahead, VerifyingRound
+from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.prefixes import Prefixes, PrefixValidity, prefix_cache
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
@@ -29,12 +28,32 @@ from specdec.errors import InvalidInputError
 from specdec.execution.base import ChainedVerification, DraftedVerification, Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.interrupts import is_from_signal
-from specdec.requests.request import Request, RowRound, Update
+from specdec.requests.request import Request, RowRound, Update, request_failed, taken
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
+from specdec.wrapped.changes import WeightVersions
 from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
+
+
+class Change:
+    """A with-block around everything that changes rows, pages, the queue or launched rounds.
+
+    An interrupt (KeyboardInterrupt, wherever it strikes) that leaves the block marks the state as torn; `mend` is
+    called before the next block begins.
+    """
+
+    def __init__(self, mend: Callable[[], None]) -> None:
+        self._mend = mend
+        self._torn = False
+
+    def __enter__(self) -> None:
+        if self._torn:
+            self._mend()
+        self._torn = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._torn = kind is not None
 
 
 class Engine:
@@ -95,19 +114,18 @@ class Engine:
         """Reset rows, pages and prefix cache; these requests wait."""
         c, drafter = self.config, self.drafter
         self.table = RowTable(c.max_num_seqs, c.max_model_len, (e.columns(c.max_num_seqs) for e in c.extras))
-        num_head_pages = None if drafter is None else c.num_head_pages
-        num_modules = 1 if drafter is None else drafter.loop.num_modules
-        cache = prefix_cache(c, None if drafter is None else drafter.loop, num_head_pages)
+        loop = None if drafter is None else drafter.loop
+        cache = prefix_cache(c, loop)
         size = c.max_num_seqs, c.max_model_len, c.page_size
         pages = BlockTables(c.num_pages, *size, None if cache is None else cache.pages)
         head_pages = None
-        if num_head_pages is not None:
-            head_pages = BlockTables(num_head_pages, *size, None if cache is None else cache.head_pages)
+        if loop is not None:
+            head_pages = BlockTables(c.num_head_pages, *size, None if cache is None else cache.head_pages)
         allocators = [None] * len(c.windowed) if cache is None else cache.windowed
         windowed = [windowed_tables(c, pool, own) for pool, own in zip(c.windowed, allocators, strict=True)]
         prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages, windowed)
         self.scheduler = Scheduler(
-            *(c, self.table, pages, head_pages, num_modules, windowed),
+            *(c, self.table, pages, head_pages, 1 if loop is None else loop.num_modules, windowed),
             prefixes=prefixes,
             counters=self.counters,
             guests=self.guests,
@@ -123,8 +141,6 @@ class Engine:
         c, scheduler, table = self.config, self.scheduler, self.table
         queue, group = self._queue_verification, self.target.group
         self._launcher = Launcher(self.executor, scheduler, table, c, self.counters, queue, group)
-        num_drafts = 0 if self.drafter is None else c.num_speculative_tokens
-        self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
     def host(self, guests: Guests) -> None:
         """Install the feature that moves requests between engines. Call between two rounds."""
@@ -254,7 +270,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Run one round: read and commit the round in flight, and launch the next. `Lookahead` may launch it earlier.
+        """Run one round: read and commit the round in flight, and launch the next, perhaps earlier.
 
         A round that fails is run once more. If it fails again, its requests are reported with a RoundFailedError;
         waiting requests keep waiting.
@@ -323,7 +339,7 @@ class Engine:
         verification, upcoming, draft, alone = current.verification, None, None, False
         drafted = isinstance(verification, DraftedVerification)  # its draft prefill is launched
         if drafted or isinstance(verification, ChainedVerification):
-            upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
+            upcoming = self._launcher.before_read(current)  # without drafts only token ids are unknown
         while self.meanwhile:
             self.meanwhile[0]()
             self.meanwhile.popleft()  # only now: an interrupt must not skip one
@@ -332,7 +348,7 @@ class Engine:
         if isinstance(verification, DraftedVerification):
             alone = self._launcher.is_first_tokens_alone(current)
             draft = None if alone else verification.launch_steps(outcome.num_accepted)
-            upcoming = self._lookahead.before_commit(current, outcome, draft)  # every row goes on
+            upcoming = self._launcher.before_commit(current, outcome, draft)  # every row goes on
         committed = commit(current.schedule, current.target, outcome, self.table, drafted)
         owners = self._retire(committed)
         if self.guests is not None and self.guests.leaving:

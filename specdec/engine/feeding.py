@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
+from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from transformers import GenerationConfig
@@ -75,45 +76,36 @@ class Feeding(Iterator[Fed], Generic[T]):
 
     def _read(self) -> Iterator[Fed]:
         """Queue the next group. Yields refused items, and stops if their reader ends the iteration."""
-        group, error = self._next_group()
+        group, error = list[tuple[int, T]](), None
         try:
-            self._queue(group)
-        except InvalidInputError:
-            yield from self._queue_singly(group)
+            for one in islice(self._items, self._group):
+                group.append(one)
+        except Exception as raised:
+            # User code may raise anything. The items read before it still run, and `end` re-raises it after them.
+            error = raised
+        yield from self._queue(group)
         if not self._is_ended and (error is not None or len(group) < self._group):
             self.end(error)
 
-    def _next_group(self) -> tuple[list[tuple[int, T]], Exception | None]:
-        """Items with their indices, and what the iterator raised after them."""
-        group: list[tuple[int, T]] = []
-        try:
-            while len(group) < self._group and (one := next(self._items, None)) is not None:
-                group.append(one)
-        except Exception as error:
-            # User code may raise anything. The items read before it still run, and `end` re-raises it after them.
-            return group, error
-        return group, None
-
-    def _queue_singly(self, group: Sequence[tuple[int, T]]) -> Iterator[Fed]:
-        for one in group:
-            if self._is_ended:  # the reader may end the iteration when it receives a refused item
-                return
-            try:
-                self._queue([one])
-            except InvalidInputError as error:
-                yield Fed(one[0], -1, error)
-
-    def _queue(self, group: Sequence[tuple[int, T]]) -> None:
-        if not group:
+    def _queue(self, group: Sequence[tuple[int, T]]) -> Iterator[Fed]:
+        """Queue items: all in one, or where one of them is refused, each by itself. Yields the refused."""
+        if self._is_ended or not group:  # the reader may end the iteration when it receives a refused item
             return
-        new = self._open([item for _, item in group])
-        numbers = iter(group)
-        firsts = [request.sample_index == 0 for request in new.unread]
-        if self._stream is None:
-            self._stream, places = new, range(len(firsts))
-        else:
-            places = self._stream.take_over(new)
-        item = -1
+        try:
+            new = self._open([item for _, item in group])
+            firsts = [request.sample_index == 0 for request in new.unread]
+            if self._stream is None:
+                self._stream, places = new, range(len(firsts))
+            else:
+                places = self._stream.take_over(new)
+        except InvalidInputError as error:
+            if len(group) == 1:
+                yield Fed(group[0][0], -1, error)
+            else:
+                for one in group:
+                    yield from self._queue([one])
+            return
+        numbers, item = iter(group), -1
         for place, is_first in zip(places, firsts, strict=True):
             item = next(numbers)[0] if is_first else item
             self._owners[place] = item

@@ -1,12 +1,15 @@
-"""Launcher, Lookahead: launch a round (schedule, pages, transfer, draft loop, verification), also ahead of a commit."""
+"""Launcher: launches a round (schedule, pages, transfer, draft loop, verification), also ahead of a commit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from drafters.loops.base import Draft, DraftInput
+from drafters.loops.base import Draft
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, ending_tokens
@@ -15,10 +18,12 @@ from specdec.engine.stats import Counters
 from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Round, Verification
 from specdec.rounds.drafting import draft_input, drafts_after
 from specdec.rounds.extras import reads_early
-from specdec.rounds.randomness import sampling_round
+from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
 from specdec.wrapped.group import ALONE, Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ class VerifyingRound(LaunchedRound):
 class Launcher:
     """Launches rounds of an executor over one row table.
 
+    A round that is launched before the one in flight is read or committed has pages reserved for any outcome, and the
+    rows of that one in their order, so `RowTable.previous` stays as it is.
+
     Attributes:
         executor: how rounds run on the device. group: the processes that launch the same rounds.
     """
@@ -69,6 +77,7 @@ class Launcher:
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
+        self._reserved: RoundTables | None = None
 
     def launch(
         self, last: VerifyingRound | None = None, committed: Committed | None = None, draft: Draft | None = None
@@ -89,7 +98,7 @@ class Launcher:
             loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
         in_order = self._drafts_are_placed(schedule) if last is None else draft is not None
         target = target_arrays(schedule, self._table, tables, in_order_of_last=in_order)
-        device = self.send(loop, target, schedule.rows)
+        device = self.send(target, schedule.rows, partial(self.executor.send, loop))
         self._table.mark_batch(schedule.rows)  # only now: the arrays are made from places in the last batch
         if loop is not None and last is not None:
             draft = self.executor.draft(device, last.verification.aux_hidden_states)
@@ -133,7 +142,8 @@ class Launcher:
             assert tables.head is not None
             own = (self._table, tables.head, self._page_size, False)
             loop = draft_input(committed.verified, schedule, *own)
-            device = self.send(loop, target_arrays(schedule, self._table, tables), schedule.rows)
+            target = target_arrays(schedule, self._table, tables)
+            device = self.send(target, schedule.rows, partial(self.executor.send, loop))
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
         return draft, places
@@ -176,27 +186,11 @@ class Launcher:
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
-    def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
-        """Send a round of these RowTable rows [B] in one copy."""
+    def send(self, target: TargetArrays, rows: np.ndarray, to: Callable[[TargetArrays, SamplingRound | None], T]) -> T:
+        """Send a round of these RowTable rows [B] in one copy. to: the executor's way; gets how tokens are drawn."""
         if self.group.size > 1:
             self.group.before_launch(target)
-        sampling = sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None
-        return self.executor.send(loop, target, sampling)
-
-
-class Lookahead:
-    """Launches the next round before the round in flight is read or committed, with pages reserved for any outcome.
-
-    Such a round has the rows of the one before in their order, so `RowTable.previous` stays as it is.
-    """
-
-    def __init__(self, launcher: Launcher, scheduler: Scheduler, table: RowTable, num_drafts: int) -> None:
-        """num_drafts: K, 0 without a head."""
-        self._launcher = launcher
-        self._scheduler = scheduler
-        self._table = table
-        self._more_tokens = 1 + 2 * num_drafts
-        self._reserved: RoundTables | None = None
+        return to(target, sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None)
 
     def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
         """Reserve pages for the round after a drafted or chained verification; after a chained one, launch that round.
@@ -207,15 +201,15 @@ class Lookahead:
         verification, rows = current.verification, current.schedule.rows
         if isinstance(verification, ChainedVerification) and self._table.must_be_read(rows):
             return None
-        self._reserved = self._reserve(current.schedule)
+        self._reserved = None
+        if self._scheduler.reserve_next(current.schedule):
+            self._reserved = self.tables(current.schedule, 1 + 2 * self._num_drafts).rows(rows)
         if self._reserved is None or not isinstance(verification, ChainedVerification):
             return None
         none = np.zeros(len(rows), np.int64)
         target = target_after(current.target, self._table, self._reserved, none, none)
-        self._launcher.group.before_launch(target)
-        sampling = sampling_round(target, rows, self._table) if self._table.any_sampled(rows) else None
-        device, following = verification.launch_next(target, sampling)
-        return self._launcher.launched(current.schedule, target, device, None, following)
+        device, following = self.send(target, rows, verification.launch_next)
+        return self.launched(current.schedule, target, device, None, following)
 
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
         """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft, and none
@@ -227,10 +221,5 @@ class Lookahead:
         if not drafts.all() or ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows]).any():
             return None
         target = target_after(current.target, self._table, self._reserved, drafts, accepted, outcome.tokens)
-        device = self._launcher.send(None, target, rows)
-        return self._launcher.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)
-
-    def _reserve(self, schedule: Schedule) -> RoundTables | None:
-        if not self._scheduler.reserve_next(schedule):
-            return None
-        return self._launcher.tables(schedule, self._more_tokens).rows(schedule.rows)
+        device = self.send(target, rows, partial(self.executor.send, None))
+        return self.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)

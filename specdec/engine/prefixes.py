@@ -30,8 +30,8 @@ from specdec.errors import InvalidInputError
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.user_warnings import warn_user
+from specdec.wrapped.changes import WeightVersions
 from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
 
 
 class PrefixValidity:
@@ -237,9 +237,7 @@ class Prefixes:
         return tokens
 
 
-def prefix_cache(
-    config: EngineConfig, loop: DraftLoop[Any, Any] | None, num_head_pages: int | None
-) -> PrefixCache | None:
+def prefix_cache(config: EngineConfig, loop: DraftLoop[Any, Any] | None) -> PrefixCache | None:
     """The prefix cache of an engine with this draft loop; None where it is off.
 
     Raises:
@@ -252,4 +250,4 @@ def prefix_cache(
         return PrefixCache(config.page_size, config.num_pages, windows=windows)
     if not isinstance(loop, SharesPages):
         raise InvalidInputError(f"enable_prefix_caching=True: not with {loop.name}; give False")
-    return PrefixCache(config.page_size, config.num_pages, num_head_pages, loop.num_following, windows)
+    return PrefixCache(config.page_size, config.num_pages, config.num_head_pages, loop.num_following, windows)

@@ -16,10 +16,10 @@ from attention.checking import CHECKS
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
+from specdec.engine.admission import WaitingRequests
 from specdec.engine.guests import Guests
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
-from specdec.engine.waiting import WaitingRequests
 from specdec.interrupts import raised_twice
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
@@ -202,7 +202,7 @@ class Scheduler:
         pending = table.pending(rows)
         allowed = self.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
-        prefilling = table.prefilling(rows)
+        prefilling = table.computed[rows] < table.prefill[rows]
         if self.head_pages is None:
             allowed = np.minimum(allowed, table.num_given[rows])
         drafts = np.where(prefilling, 0, allowed)
@@ -226,7 +226,7 @@ class Scheduler:
         longest: see `RowTable`.
 
         At the first M - 1 positions a request is too short for the later ones of M > 1 modules
-        (`drafters.loops.modules`).
+        (`drafters.loops.chain`).
         """
         allowed = num_drafts_allowed(drafts, longest, positions, limit - positions - 1)
         if self._num_modules == 1:

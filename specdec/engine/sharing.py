@@ -26,14 +26,27 @@ from threading import get_ident
 
 import torch
 
-from specdec.engine.calls import CLOSED, CLOSED_MEANWHILE, DRAINING, NO_DEVICE, READ_ELSEWHERE, Call
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, DrainingError, SpecdecError
-from specdec.requests.request import Update
+from specdec.requests.request import Call, Update
 from specdec.requests.submission import Submits
 from specdec.torch_state import at_home
+
+CLOSED = (
+    "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
+    "load one that was divided among ranks by its name"
+)
+CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
+DRAINING = "the model ends what it has and takes no new requests (drain, aclose); ask again later, or another one"
+READ_ELSEWHERE = (
+    "another thread was waiting for this stream when the process was forked, and it is not in this process; ask again"
+)
+NO_DEVICE = (
+    "this process is a fork of the one that loaded the model onto a GPU, which no fork can use; load the model in a "
+    "process that is a program of its own (multiprocessing: 'spawn')"
+)
 
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call checks by itself: an interrupted thread may not have woken it."""
@@ -58,7 +71,7 @@ class SharedEngine:
         """Rounds of all threads run on `device`, on its current stream."""
         self._open_engine: Engine | None = engine
         self._last_stats = engine.stats
-        self._device, self._device_type = device, device.type
+        self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._holder: int | None = None
@@ -394,7 +407,7 @@ class SharedEngine:
             gone += [self._leading] if self._leading else []
             gone += {call for call in self._calls.values() if call.has_thread}
             self._lock, self._holder, self._leading, self._in_round = threading.Lock(), None, None, False
-        self.forked, self._without_device = True, self._device_type == "cuda"
+        self.forked, self._without_device = True, self._device.type == "cuda"
         self._sleeping, self._line = {}, {me: self._line[me]} if own and me in self._line else {}
         for call in gone:
             call.refusal = SpecdecError(READ_ELSEWHERE)  # for the thread that forked, if it has this stream, too

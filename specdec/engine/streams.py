@@ -9,11 +9,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from specdec.engine.calls import Call
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import ENDED, SpecdecError
 from specdec.requests.logprobs import TokenLogprobs
-from specdec.requests.request import Completion, Update
+from specdec.requests.request import Call, Completion, Update
 from specdec.requests.submission import Submission
 
 
@@ -93,7 +92,7 @@ class Stream(Iterator[StreamUpdate]):
 
     def next_update(self) -> tuple[int, Update] | None:
         """The next update with its place in the call, of a failed request too; None where all have ended."""
-        call = self._queued()  # another thread may close the stream meanwhile
+        call = self._call or self._queued()  # another thread may close the stream meanwhile
         return None if call is None else self._shared.next(call)
 
     def cancel(self, *indices: int) -> None:

@@ -3,7 +3,7 @@
 Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
-`drafters/loops/chain_passes.py` and `module_passes.py`): the device is busy while the host lays out the draft steps; it
+`drafters/loops/fixed_forms.py`): the device is busy while the host lays out the draft steps; it
 plans each while the one before runs. This takes two transfers per round instead of one, three with sampled rows.
 """
 
@@ -60,8 +60,8 @@ from specdec.execution.capture import (
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.sampled import SampledDrafts, decide_sampled
-from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
+from specdec.ops.mixtures.choice import mixtures, using_capturable_experts
 from specdec.rounds.buckets import fixed_shape, graph_rows, loop_limits
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import Decision, adjusted, noted, read_early, rewritten
@@ -316,13 +316,6 @@ class GraphExecutor:
         after = self.send(None, target, sampling)
         bucket.device.token_ids.copy_(bucket.result.first_token)
         return after, self.verify(after, None)
-
-    def logits_of(self, round_: Round) -> torch.Tensor | None:
-        """[J, K+1, V] logits that a launched round's graph wrote, until the next is launched; None of any other."""
-        if round_.bucket is None:
-            return None
-        bucket = self._buckets[round_.bucket]
-        return bucket.logits[bucket.device.logit_index[: round_.num_rows]]
 
     def _draft_on(self, round_: Round, num_accepted: np.ndarray) -> Draft:
         """Launch the steps after a draft prefill; each is planned while the one before runs."""

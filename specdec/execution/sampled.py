@@ -12,7 +12,7 @@ import torch
 
 from drafters.base import Head
 from drafters.loops.base import Chosen, FixedLoop
-from drafters.loops.chain_passes import target_ids_of
+from drafters.loops.head_passes import target_ids_of
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
 from specdec.rounds.transfer import DeviceSampling

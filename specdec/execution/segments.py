@@ -45,7 +45,7 @@ class Between:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class EagerAttention:
     """One attention between two graphs: see `LayerAttend`. out [T, Hq, Dv]: input of the next graph."""
 
     layer: int
@@ -77,7 +77,7 @@ class OtherCall:
 class SegmentedGraph:
     """The graphs of one launch and the attentions between them."""
 
-    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[AttentionCall | OtherCall]) -> None:
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[EagerAttention | OtherCall]) -> None:
         self._graphs = graphs
         self._calls = calls
 
@@ -106,7 +106,7 @@ class _Cutter:
         self._group = group
         self._open = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.calls: list[AttentionCall | OtherCall] = []
+        self.calls: list[EagerAttention | OtherCall] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -127,7 +127,7 @@ class _Cutter:
         """A `LayerAttend` that attends nothing: the graph ends with its inputs, the next one begins with its output."""
         out = _output(query, value)
         self.end()
-        self.calls.append(AttentionCall(layer, unowned(query), unowned(key), unowned(value), sinks, unowned(out)))
+        self.calls.append(EagerAttention(layer, unowned(query), unowned(key), unowned(value), sinks, unowned(out)))
         self.begin()
         return out
 

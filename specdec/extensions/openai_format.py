@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
@@ -62,16 +62,6 @@ _STATUS: dict[type[Exception], int] = {
     DrainingError: 503,
     ClosedModelError: 503,
 }
-
-
-class Updates(Protocol):
-    """What `events` needs of an `AsyncStream`."""
-
-    def __aiter__(self) -> AsyncIterator[StreamUpdate]: ...
-
-    def unread(self) -> list[StreamUpdate]:
-        """Take the updates that are there, without waiting."""
-        ...
 
 
 def body_of(data: bytes, name: str) -> dict[str, Any]:
@@ -191,11 +181,9 @@ def response_of(done: Sequence[Completion], tokenizer: Any, chat: bool) -> dict[
     return {"object": _CHAT if chat else _TEXT, "choices": choices, "usage": usage_of(done)}
 
 
-async def events(
-    stream: Updates, tokenizer: Any, head: Mapping[str, Any], chat: bool, counted: bool
-) -> AsyncIterator[str]:
-    """Server-sent events of a stream: `choices` of each update, an error of requests, and, if `counted`, `usage`. Those
-    that are there at once are one text."""
+async def events(stream: Any, tokenizer: Any, head: Mapping[str, Any], chat: bool, counted: bool) -> AsyncIterator[str]:
+    """Server-sent events of an `AsyncStream`: `choices` of each update, an error of requests, and, if `counted`,
+    `usage`. Those that are there at once are one text."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
     pieces, done = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer))), list[Completion]()
     try:

@@ -7,19 +7,20 @@ only for a target with an adapter.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from drafters.checkpoints.tensor_files import read_json
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
 from specdec.loading.checkpoint import Adapter, Checkpoint, Merge, find_checkpoint
@@ -153,34 +154,17 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
         return None
     names = os.listdir(checkpoint.path) if checkpoint.is_folder else []
     weights = [name for name in names if name.endswith(_WEIGHTS) and not name.startswith("adapter_model")]
-    if weights and "config.json" in names:
-        raise ModelLoadError(
-            f"cannot load {what} {checkpoint.name!r}: the folder holds a model ({sorted(weights)[0]}) and an "
-            f"adapter ({CONFIG}); what is meant? Put the adapter into a folder of its own, and give that as adapter=…, "
-            "or merge it with peft's merge_and_unload() and save that"
-        )
-    try:
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(
-            f"cannot load {what} {checkpoint.name!r}: {file} cannot be read as JSON: {error}"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise ModelLoadError(
-            f"cannot load {what} {checkpoint.name!r}: {file} has no peft_type; it is no adapter of peft"
-        )
+    with loading_named(checkpoint, what):
+        if weights and "config.json" in names:
+            raise ModelLoadError(
+                f"the folder holds a model ({sorted(weights)[0]}) and an adapter ({CONFIG}); what is meant? Put the "
+                "adapter into a folder of its own, and give that as adapter=…, or merge it with peft's "
+                "merge_and_unload() and save that"
+            )
+        config = read_json(Path(file))
+        if not isinstance(config.get("peft_type"), str):
+            raise ModelLoadError(f"{file} has no peft_type; it is no adapter of peft")
     return config
-
-
-def import_peft(name: str) -> Any:
-    """The package peft, for the adapter `name`. Raises ModelLoadError: it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ModelLoadError(
-            f'cannot load the adapter {name!r}: the package peft is needed ({error}); pip install "specdec-hf[peft]"'
-        ) from error
-    return peft
 
 
 def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
@@ -190,7 +174,14 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, of modules that the
             model does not have, or of another vocabulary; it cannot be merged.
     """
-    peft, place = import_peft(adapter.name), adapter.checkpoint
+    place = adapter.checkpoint
+    try:
+        peft: Any = import_module("peft")
+    except ImportError as error:
+        raise ModelLoadError(
+            f"cannot load the adapter {adapter.name!r}: the package peft is needed ({error}); pip install "
+            '"specdec-hf[peft]"'
+        ) from error
     quantised = getattr(model, "hf_quantizer", None) is not None
     merge = not quantised if adapter.merge == "auto" else adapter.merge
     if merge and quantised:
@@ -203,22 +194,20 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         config = peft.PeftConfig.from_pretrained(place.path, **where)
         # Else peft would make the adapter's weights trainable.
         config.inference_mode = True
-        _check_vocabulary(model, adapter, peft.load_peft_weights(place.path, device="cpu", **where))
+        _check_vocabulary(model, peft.load_peft_weights(place.path, device="cpu", **where))
         wrapped = peft.PeftModel(model, config)
         # As peft's own from_pretrained: adapters may be saved with module names that transformers has renamed since.
         names = getattr(model, "_checkpoint_conversion_mapping", None) or {}
         found = wrapped.load_adapter(place.path, "default", torch_device="cpu", key_mapping=names, **where)
-    missing = [key for key in found.missing_keys if not any(part in key for part in _SHARED)]
-    problems = [f"{len(missing)} tensors are missing from it ({short(missing)})"] if missing else []
-    if found.unexpected_keys:
-        problems.append(
-            f"{len(found.unexpected_keys)} of its tensors belong to modules that the model does not have "
-            f"({short(sorted(found.unexpected_keys))})"
-        )
-    if problems:
-        raise ModelLoadError(
-            f"cannot load the adapter {adapter.name!r}: {'; '.join(problems)}; is it for another base model?"
-        )
+        missing = [key for key in found.missing_keys if not any(part in key for part in _SHARED)]
+        problems = [f"{len(missing)} tensors are missing from it ({short(missing)})"] if missing else []
+        if found.unexpected_keys:
+            problems.append(
+                f"{len(found.unexpected_keys)} of its tensors belong to modules that the model does not have "
+                f"({short(sorted(found.unexpected_keys))})"
+            )
+        if problems:
+            raise ModelLoadError(f"{'; '.join(problems)}; is it for another base model?")
     wrapped.eval()
     if merge and (shared := _of_shared_weights(model)):
         if adapter.merge is True:
@@ -230,7 +219,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     return _merged(wrapped, adapter) if merge else wrapped.get_base_model()
 
 
-def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
+def _check_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Any]) -> None:
     """Check that an adapter's embeddings have the base's number of tokens: tokens may have been added before training.
 
     Raises:
@@ -242,9 +231,9 @@ def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping
     rows = {len(tensor) for name, tensor in tensors.items() if whole.search(name)}
     if rows and len(embedding.weight) not in rows:
         raise ModelLoadError(
-            f"cannot load the adapter {adapter.name!r}: it has embeddings of {max(rows)} tokens, and the base model "
-            f"{len(embedding.weight)}: tokens were added before it was trained. Load the base with transformers, call "
-            f"its resize_token_embeddings({max(rows)}), and give peft.PeftModel.from_pretrained(base, adapter) as the "
+            f"it has embeddings of {max(rows)} tokens, and the base model {len(embedding.weight)}: tokens were added "
+            "before it was trained. Load the base with transformers, call its "
+            f"resize_token_embeddings({max(rows)}), and give peft.PeftModel.from_pretrained(base, adapter) as the "
             "target"
         )
 

@@ -22,20 +22,19 @@ from specdec.engine.engine import Engine
 from specdec.errors import InvalidInputError
 from specdec.execution.base import CapturesLate, Drafter
 from specdec.execution.eager import EagerExecutor
-from specdec.loading.backends import GraphChoice, Graphs, choose_graphs, made_in_inference_mode, uncaptured_state
 from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.cuda_graphs import GraphChoice, Graphs, choose_graphs, uncapturable
 from specdec.loading.progress import log
 from specdec.options.generation_config import eos_ids
 from specdec.rounds.buckets import loop_limits
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
+from specdec.wrapped.changes import LiveModel, WeightVersions
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.model_check import LiveModel
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
-from specdec.wrapped.versions import WeightVersions
 
 FREED = ("target", "head", "runners", "engine", "_live")
 """Attributes of a `SpeculativeModel` that `dismantle` deletes."""
@@ -154,14 +153,9 @@ def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = A
     """
     probed, head, config = parts.probed, parts.head, parts.config
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prevented = made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
-    if probed.recurrent_calls:
-        from specdec.loading.states import uncapturable
-
-        prevented = uncapturable(probed) or prevented
-    choice = choose_graphs(parts.backend, loop, cuda_graphs, prevented)
+    choice = choose_graphs(parts.backend, loop, cuda_graphs, uncapturable(probed, head))
     if group.size > 1:  # one without graphs among others with them would wait for sums that never come
-        choice = replace(choice, required=choice.wanted)
+        choice = replace(choice, required=not choice.reason)
     target = _target(parts, group)
     with target.alterations.undone_on_error():
         drafter = None
@@ -183,9 +177,11 @@ def _target(parts: Parts, group: Group) -> Target:
     positions = config.max_model_len + config.num_speculative_tokens + 1
     states = None
     if probed.recurrent_calls:
-        from specdec.loading.states import state_runner
+        from attention.recurrence.runner import StateRunner
+        from attention.recurrence.states import StateGroup
 
-        states = state_runner(probed, config)
+        rows = StateGroup(probed.recurrence_specs, config.num_state_slots, config.num_speculative_tokens)
+        states = StateRunner(rows, probed.model.dtype, probed.model.device)
     return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group)
 
 

@@ -1,8 +1,10 @@
-"""Checkpoint: the folder or hub model that a target is read from, found and looked at before anything is loaded."""
+"""Checkpoint: the folder or hub model that a target is read from, found and looked at before anything is loaded.
+
+Checks of its files raise errors without its name, to which `specdec.loading.load_errors.loading_named` adds it.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -10,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import (
@@ -27,10 +27,9 @@ from drafters.checkpoints.tensor_files import (
     read_json,
     what_else,
 )
-from drafters.errors import HeadLoadError
-from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.builtin import BUILTIN_HEADS, misspelt, resolve
-from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, QUANTO_MAP, Quantisation, check_packages, method_of
+from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
+from specdec.loading.names import BUILTIN_HEADS, misspelt, resolve
+from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, QUANTO_MAP, Quantisation, check_quantisation
 from specdec.values import short
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -40,23 +39,22 @@ Source: transformers/modeling_utils.py, `_get_resolved_checkpoint_files`."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)")
 
 
-def check_weight_files(folder: Path, what: str) -> None:
+def check_weight_files(folder: Path) -> None:
     """Check that all weights of a folder are there.
 
     Raises:
-        ModelLoadError: `what` cannot be loaded; the message names the missing or unexpected files.
+        ModelLoadError: names the missing or unexpected files.
     """
     names = {entry.name for entry in folder.iterdir()}
     for name in _WHOLE:
         if name in names:
-            return
+            return None
         if f"{name}.index.json" in names:
-            _check_shards(folder, _shards(folder / f"{name}.index.json", what), what)
-            return
-    raise ModelLoadError(f"{what}: {_without_weights(names)}")
+            return _check_shards(folder, folder / f"{name}.index.json")
+    raise ModelLoadError(f"{_without_weights(names)}")
 
 
-def check_no_pointers(folder: Path, what: str) -> None:
+def check_no_pointers(folder: Path) -> None:
     """Check that a folder's weights are no git-lfs pointers.
 
     Raises:
@@ -66,32 +64,25 @@ def check_no_pointers(folder: Path, what: str) -> None:
     pointers = [file.name for file in files if is_lfs_pointer(file)]
     if pointers:
         raise ModelLoadError(
-            f"{what}: {len(pointers)} of {len(files)} files of its weights are git-lfs pointers, not the files "
+            f"{len(pointers)} of {len(files)} files of its weights are git-lfs pointers, not the files "
             f"themselves ({short(pointers)}): run `git lfs pull` in the folder, or download it with `hf download`"
         )
 
 
-def _shards(index: Path, what: str) -> Collection[str]:
-    places = read_object(index, what).get("weight_map")
+def _check_shards(folder: Path, index: Path) -> None:
+    places = read_json(index).get("weight_map")
     if not isinstance(places, Mapping) or not places or not all(isinstance(place, str) for place in places.values()):
-        raise ModelLoadError(f"{what}: {index.name} has no weight_map from tensors to files; download it again")
-    outside = sorted({place for place in places.values() if leads_outside(place)})
-    if outside:
+        raise ModelLoadError(f"{index.name} has no weight_map from tensors to files; download it again")
+    files = sorted(set(places.values()))
+    if outside := [place for place in files if leads_outside(place)]:
         raise ModelLoadError(
-            f"{what}: {index.name} names files outside of its folder ({short(outside)}), which are not read; put them "
-            "into it"
+            f"{index.name} names files outside of its folder ({short(outside)}), which are not read; put them into it"
         )
-    return sorted(set(places.values()))
-
-
-def _check_shards(folder: Path, files: Collection[str], what: str) -> None:
-    odd = [f"{name} is {kind}" for name in files if (kind := what_else(folder / name))]
-    if odd:
-        raise ModelLoadError(f"{what}: {odd[0]}, not a file")
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
+    if odd := [f"{name} is {kind}" for name in files if (kind := what_else(folder / name))]:
+        raise ModelLoadError(f"{odd[0]}, not a file")
+    if missing := [name for name in files if not (folder / name).is_file()]:
         raise ModelLoadError(
-            f"{what}: {len(missing)} of {len(files)} files of its weights are missing ({short(missing)}); download "
+            f"{len(missing)} of {len(files)} files of its weights are missing ({short(missing)}); download "
             f"{'it' if len(missing) == 1 else 'them'}"
         )
 
@@ -204,17 +195,14 @@ def find_checkpoint(
             has a file's name but is not a file.
         InvalidInputError: a revision of a folder.
     """
-    path = resolve(name)
-    found = Checkpoint(str(name), path, revision, trust_remote_code)
+    path, local = resolve(name), False
     if os.path.isdir(path):
         if revision is not None:
             raise InvalidInputError(
                 f"revision={revision!r}: {name} is a folder, and only models on the hub have revisions; leave it out"
             )
-        if odd := no_files_in(path):
-            raise ModelLoadError(f"cannot load {what} {short(str(name))}: {odd}")
-        return found
-    if not path:
+        reason = no_files_in(path)
+    elif not path:
         reason = "the name is empty"
     elif os.path.exists(path):
         reason = "it is a GGUF file, which is not supported" if path.endswith(".gguf") else "it is a file"
@@ -222,11 +210,12 @@ def find_checkpoint(
         reason = "there is no folder of that name"
     elif not is_hub_name(path):
         reason = "there is no folder of that name, and the hub has no such names"
-    elif reason := misspelt(path):
-        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}")
     else:
-        return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
-    raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{_give()}")
+        reason = misspelt(path)
+        local = not reason and not hub_answers()
+    if reason:
+        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{_give()}")
+    return Checkpoint(str(name), path, revision, trust_remote_code, local)
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
@@ -239,32 +228,31 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
         return
     folder = Path(checkpoint.path)
     names = {entry.name for entry in folder.iterdir()}
-    what = f"cannot load the target model {checkpoint.name!r}"
     if "config.json" not in names:
-        raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
-    config = read_object(folder / "config.json", what)
+        raise ModelLoadError(f"{_without_config(names)}\n{_give()}")
+    config = read_json(folder / "config.json")
     if "generation_config.json" in names:
-        read_object(folder / "generation_config.json", what)  # transformers ignores a damaged one, and so its eos ids
-    check_quantisation(_modelopt_config(folder, names, what), what)
-    check_quantisation(config.get("quantization_config"), what)
-    check_no_pointers(folder, what)
-    check_depth(config, what)
-    _check_no_head(folder, config, names, what)
-    _check_model_type(config, what)
+        read_json(folder / "generation_config.json")  # transformers ignores a damaged one, and so its eos ids
+    check_quantisation(_modelopt_config(folder, names))
+    check_quantisation(config.get("quantization_config"))
+    check_no_pointers(folder)
+    check_depth(config)
+    _check_no_head(folder, config, names)
+    _check_model_type(config)
 
 
-def check_depth(config: Mapping[str, Any], what: str) -> None:
+def check_depth(config: Mapping[str, Any]) -> None:
     """Check that a configuration, and those inside it, has no more layers than any model, before one of them is made.
 
     Raises:
-        ModelLoadError: `what` cannot be loaded; the message names the field.
+        ModelLoadError: names the field.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):
-            check_depth(value, what)
+            check_depth(value)
         elif name in _LAYER_COUNTS and isinstance(value, int) and value > _MOST_LAYERS:
             raise ModelLoadError(
-                f"{what}: its configuration says {name}={short(value)}; at most {_MOST_LAYERS} layers are loaded, more "
+                f"its configuration says {name}={short(value)}; at most {_MOST_LAYERS} layers are loaded, more "
                 "than any model has: the file is damaged, or no model's"
             )
 
@@ -277,101 +265,39 @@ def _without_config(names: set[str]) -> str:
     return f"the folder has no config.json; it holds {short(sorted(names))}"
 
 
-def read_object(file: Path, what: str) -> Mapping[str, Any]:
-    """The JSON object in a checkpoint's file. Raises ModelLoadError: the file has none, so `what` cannot be loaded."""
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{what}: {file} cannot be read as JSON: {error}; download it again") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{what}: {file} holds a {type(config).__name__}, not a JSON object; download it again")
-    return config
-
-
-def object_in(file: str | Path) -> Mapping[str, Any]:
-    """The JSON object in a file; {} if the file is missing or damaged, which other code reports."""
-    try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], what: str) -> None:
+def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str]) -> None:
     try:
         shapes = _shapes(folder, names)
         layout = detect(config, {short: shapes[name] for short, name in strip_prefixes(shapes).items()})
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(
-            f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
-        ) from error
     except HeadLoadError:
-        return  # tensors that differ by a prefix only, a damaged index, missing shards: transformers reports them
+        return  # tensors that differ by a prefix only, damaged or missing files: transformers reports them
     if layout in _HEADS:
-        raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
+        raise ModelLoadError(f"it is a draft head ({layout.value}); give it as draft=…, and its target here")
 
 
 def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
     """Tensor shapes by name, if few enough for a head; else {}."""
-    if _INDEX in names:
-        index = read_json(folder / _INDEX)
-        few = isinstance(index.get("weight_map"), dict) and len(index["weight_map"]) <= _MOST_TENSORS_OF_A_HEAD
-        return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
-    if "model.safetensors" not in names:
-        return {}
-    with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        # `.keys()`: safe_open's object is no dict and cannot be iterated.
-        return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    places = read_json(folder / _INDEX).get("weight_map") if _INDEX in names else None
+    few = len(places) <= _MOST_TENSORS_OF_A_HEAD if isinstance(places, dict) else _WHOLE[0] in names
+    return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
 
 
-def _check_model_type(config: Mapping[str, Any], what: str) -> None:
+def _check_model_type(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        raise ModelLoadError(f"{what}: config.json has no model_type; it is no model that transformers can read")
+        raise ModelLoadError("config.json has no model_type; it is no model that transformers can read")
     if kind not in CONFIG_MAPPING and "auto_map" not in config:
         raise ModelLoadError(
-            f"{what}: config.json says model_type={kind!r}, which transformers {transformers_version} does not know; a "
+            f"config.json says model_type={kind!r}, which transformers {transformers_version} does not know; a "
             "newer release may"
         )
 
 
-def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | None:
-    """The method of a `quantization_config`; None without one.
-
-    Raises:
-        ModelLoadError: `what` cannot be loaded. transformers does not know the method (it ignores one, and would read
-            packed integers as weights), cannot read it back, or a package that it needs is missing.
-    """
-    if stored is None:
-        return None
-    method = method_of(stored) if isinstance(stored, Mapping) else None
-    if method == MODELOPT and not stored.get("quant_algo"):
-        return None  # the KV cache alone, see `kv_scales`
-    if method == MODELOPT:
-        raise ModelLoadError(
-            f"{what}: its weights are quantised by NVIDIA ModelOpt (quant_algo {short(stored.get('quant_algo'))}), "
-            "which transformers cannot read; take the model without quantisation, or one of compressed-tensors"
-        )
-    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise ModelLoadError(
-            f"{what}: config.json says quantization_config={short(stored)}, a method that transformers "
-            f"{transformers_version} does not know; take the model without quantisation"
-        )
-    check_packages(str(method), what)
-    if method == "quanto":
-        raise ModelLoadError(
-            f"{what}: config.json says quant_method quanto, which transformers quantises to but cannot read back; save "
-            "the model with optimum.quanto's QuantizedModelForCausalLM (it writes quanto_qmap.json), or load it with "
-            "transformers' QuantoConfig and give the loaded model"
-        )
-    return method
-
-
-def _modelopt_config(folder: Path, names: set[str], what: str) -> Mapping[str, Any] | None:
+def _modelopt_config(folder: Path, names: set[str]) -> Mapping[str, Any] | None:
     """ModelOpt's own file about its quantisation, as a `quantization_config`; None without such a file."""
     if MODELOPT_FILE not in names:
         return None
-    said = read_object(folder / MODELOPT_FILE, what).get("quantization")
+    said = read_json(folder / MODELOPT_FILE).get("quantization")
     return {"quant_method": MODELOPT, **(said if isinstance(said, dict) else {})}
 
 

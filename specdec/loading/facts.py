@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
 from attention.hf.model_specific import dense_up_to
-from attention.hf.weights import model_bytes, num_elements
+from attention.hf.weights import is_quantised, model_bytes, num_elements
 from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
-from specdec.loading.kv_scales import scales_in_words
-from specdec.loading.quantisation import facts_of_quantisation
+from specdec.loading.cache_format import scales_in_words
+from specdec.loading.quantisation import dtype_in_words, kind_in_words, quantisation_of
 from specdec.options.generation_config import named, sampling_of_model, unsupported
+from specdec.wrapped.changes import adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import tokens_fingerprint
-from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
 
 if TYPE_CHECKING:
     from attention.recurrence.runner import StateRunner
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from specdec.execution.base import GraphReport
 
 
+_ROUNDED = (
+    "rounded at every call: a value between two steps goes to either, so tokens whose logits are close may come out "
+    "otherwise in another batch, as in half precision"
+)
 _SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose all keys"
 
 
@@ -59,17 +63,26 @@ def facts_of(model: Any) -> dict[str, Any]:
         "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
-        "head": None if head is None else type(head).__name__,
-        "aux_layers": None if head is None else list(head.aux_layers),
-        "draft_vocab_size": None if head is None else head.draft_vocab_size,
-        "draft_rows_bytes": None if (rows := getattr(head, "draft_rows", None)) is None else rows.nbytes,
-        "draft_tokens": None if head is None else tokens_fingerprint(head, model.device),
+        **_head(head, model.device),
         "generation_config": _own_config(model),
         "engine": _sizes(model.config),
         "tensor_parallel": model.group.facts(),
         "graphs": {"state": model.graphs} | ({} if captured is None else _graphs(captured)),
         "kernels": {build.name: build.state for build in builds_of(model.runners)},
         "start": {name: round(taken, 2) for name, taken in (*spent.items(), ("in all", sum(spent.values())))},
+    }
+
+
+def _head(head: Any, device: Any) -> dict[str, Any]:
+    if head is None:
+        return dict.fromkeys(("head", "aux_layers", "draft_vocab_size", "draft_rows_bytes", "draft_tokens"))
+    rows = getattr(head, "draft_rows", None)
+    return {
+        "head": type(head).__name__,
+        "aux_layers": list(head.aux_layers),
+        "draft_vocab_size": head.draft_vocab_size,
+        "draft_rows_bytes": None if rows is None else rows.nbytes,
+        "draft_tokens": tokens_fingerprint(head, device),
     }
 
 
@@ -83,13 +96,26 @@ def _adapter(model: Any) -> str | None:
 
 
 def _quantisation(model: Any) -> dict[str, Any] | None:
-    """How the target's weights are stored and run; None for a target that is not quantised."""
-    stored = None if model.checkpoint is None else model.checkpoint.quantisation
-    facts = facts_of_quantisation(model.hf_model, stored)
-    if facts is None or model.target.fp8 is None:
-        return facts
-    runs = "multiplied out in float32 in every matmul" if model.device.type == "cpu" else "as stored"
-    return facts | {"method": "fp8", "scheme": model.target.fp8.scheme.in_words, "runs": runs}
+    """How the target's weights are stored and run, and which layers; None for a target that is not quantised."""
+    target, stored = model.hf_model, None if model.checkpoint is None else model.checkpoint.quantisation
+    found = stored or quantisation_of(target, None)
+    if found is None:
+        return None
+    from specdec.selftest.quantised import rounds_activations
+
+    layers = Counter(kind_in_words(layer) for layer in target.modules() if is_quantised(layer))
+    runs, fp8 = "as stored", model.target.fp8
+    if found.dequantised:
+        runs = f"dequantised in {dtype_in_words(target)}: {found.dequantised}"
+    elif fp8 is not None and model.device.type == "cpu":
+        runs = "multiplied out in float32 in every matmul"
+    return {
+        "method": found.method if fp8 is None else "fp8",
+        "scheme": (found.scheme or None) if fp8 is None else fp8.scheme.in_words,
+        "runs": runs,
+        "layers": ", ".join(f"{count} {kind}" for kind, count in layers.items()) or None,
+        "activations": _ROUNDED if rounds_activations(target) else "not rounded",
+    }
 
 
 def _experts(model: Any) -> dict[str, str] | None:
@@ -97,7 +123,7 @@ def _experts(model: Any) -> dict[str, str] | None:
     served: dict[str, list[int]] = {}
     for name, mixture in model.hf_model.named_modules():
         if name.endswith(".experts") and (hasattr(mixture, "down_proj") or hasattr(mixture, "down_proj_blocks")):
-            from specdec.ops.experts import form_in_words
+            from specdec.ops.mixtures.choice import form_in_words
 
             packed = hasattr(mixture, "down_proj_blocks") or hasattr(mixture, "down_proj_scale_inv")
             form = form_in_words(mixture) if packed or model.graphs == "on" else "transformers' own form"

@@ -1,35 +1,43 @@
-"""A name, a folder or a loaded head -> the draft head, checked against its target."""
+"""A name, a folder or a loaded head -> the draft head, checked against its target; the tokens that it drafts on."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from attention.hf.weights import dense_weight
-from drafters.base import Head, TargetFacts
-from drafters.checkpoints.config_fields import UNKNOWN, HeadReport, Reported
-from drafters.checkpoints.tensor_files import CheckpointFolder, is_hub_name, locate, open_folder
+from drafters.base import DraftsOnSome, Head, TargetFacts
+from drafters.checkpoints.config_fields import UNKNOWN, Reported
+from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder
 from drafters.families import FAMILIES, check_options, family_of
+from drafters.vocab import ids_of, most_frequent
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt, resolve
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
-from specdec.loading.objects import check_head_place, check_head_type
+from specdec.loading.names import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt, resolve
 from specdec.options import LoadOptions
+from specdec.options.generation_config import eos_ids
+from specdec.requests.prompts import encode_prompts
 from specdec.user_warnings import warn_user
-from specdec.values import short
+from specdec.values import short, token_ids, whole
+from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
 _EMBEDDINGS = ("embed_tokens.weight", "tok_embeddings.weight", "embeddings.weight", "wte.weight")
 _OUTPUTS = ("lm_head.weight", "output.weight")
+_LARGEST_ID = 2**24 - 1
+"""Far more than any vocabulary has: counts are kept for each id up to the largest in the texts."""
+LOOKUP = "lookup"
+IN_TARGET = {family.in_target: family for family in FAMILIES.values() if family.in_target is not None}
+"""Families whose heads lie in a target's own checkpoint, by the value of `draft` that selects them."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ def outline_target(name: str) -> TargetOutline:
         HeadLoadError: its files are damaged.
     """
     checkpoint = find_checkpoint(name)
-    check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
+        check_target_folder(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
     text = config.get_text_config()
     folder = open_folder(locate(checkpoint.path))
@@ -76,37 +84,11 @@ def outline_target(name: str) -> TargetOutline:
 def _stored(folder: CheckpointFolder, endings: tuple[str, ...]) -> torch.Tensor | None:
     """The tensor with the shortest name that has one of these endings."""
     for ending in endings:
-        found = [name for name in folder.tensors if name == ending or name.endswith(f".{ending}")]
+        found = [name for name in folder.tensors if f".{name}".endswith(f".{ending}")]
         if found:
             name = min(found, key=len)
             return folder.load([name])[name]
     return None
-
-
-def target_of_head(head: str | Path) -> str | None:
-    """The target that a head (folder, or hub name) was made for, by its own files: a built-in head's, the checkpoint
-    that holds a module, or the one that config.json names. None where they name none.
-
-    Raises:
-        HeadLoadError: the files cannot be read.
-    """
-    built_in = builtin_name(head)
-    for target, own in BUILTIN_HEADS.items():
-        if built_in == own:
-            return target
-    return family_of(head).code().target_of(head)
-
-
-def is_available(target: str) -> bool:
-    """Whether a target lies on this machine: a built-in one, a folder, or a hub model in the local cache."""
-    if builtin_name(target) is not None or os.path.isdir(os.path.expanduser(target)):
-        return True
-    return is_hub_name(target) and isinstance(try_to_load_from_cache(target, "config.json"), str)
-
-
-LOOKUP = "lookup"
-IN_TARGET = {family.in_target: family for family in FAMILIES.values() if family.in_target is not None}
-"""Families whose heads lie in a target's own checkpoint, by the value of `draft` that selects them."""
 
 
 def split_draft(draft: Any) -> tuple[Any, bool]:
@@ -154,7 +136,11 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
 
 
 def target_facts(probed: TargetProbe) -> TargetFacts:
-    """What a head's loader must know of its target. Raises HeadLoadError: the target has no output embedding."""
+    """What a head's loader must know of its target.
+
+    Raises:
+        HeadLoadError: the target has no output embedding, or only a library can read one of its embeddings.
+    """
     model = probed.model
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if output is None:
@@ -170,11 +156,7 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
 
 
 def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
-    """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
-
-    Raises:
-        HeadLoadError: only its library can read it.
-    """
+    """The weight of an embedding that a head may share; of a quantised one a copy in floating point."""
     weight = dense_weight(module)
     if weight is None:
         raise HeadLoadError(
@@ -192,31 +174,33 @@ def reading_options(options: LoadOptions) -> dict[str, Any]:
 
 
 def load_head(
-    draft: str | Path | Head,
-    target_name: str | Checkpoint | None,
+    draft: str | Path | Head | None,
+    target: Checkpoint | None,
     probed: TargetProbe,
-    options: Mapping[str, Any] | None = None,
-) -> Head:
-    """Load a draft head for a probed target, in the target's dtype and on its device.
+    options: LoadOptions,
+    tokenizer: Any,
+    group: Group = ALONE,
+) -> Head | None:
+    """Load a draft head for a probed target, in the target's dtype and on its device; None for none.
 
     Args:
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
-            module; a loaded head is taken as it is, if it fits.
-        options: load options for reading the files (`drafters.families.Family.options`) that differ from their
-            defaults.
+            module; a loaded head (see `check_head_type`) is taken as it is, if it fits.
+        options: those for reading the files (`drafters.families.Family.options`) count, and `draft_vocab`, as ids.
 
     Raises:
         HeadLoadError, HeadMismatchError: see the family's `load_head`.
-        InvalidInputError: no head, or an option for a head of another family or for a head that is loaded already.
+        InvalidInputError: an option for a head of another family or for a head that is loaded already, see `draft_on`.
     """
-    check_head_type(draft)
-    given = options or {}
+    given, vocabulary = reading_options(options), options.draft_vocab
     if not isinstance(draft, (str, Path)):
-        check_options(given, None, "the head is loaded already")
-        check_head_place(draft, probed.model)
-        _check_fits(draft, probed)
+        check_options(given, None, "there is no draft head" if draft is None else "the head is loaded already")
+        if vocabulary is not None:
+            reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
+            raise InvalidInputError(f"draft_vocab={short(vocabulary)}: {reason}; leave it out")
+        if draft is not None:
+            _check_fits(draft, probed)
         return draft
-    target = Checkpoint(target_name, resolve(target_name)) if isinstance(target_name, str) else target_name
     family = IN_TARGET.get(str(draft))
     if family is None:
         path: str | Path = resolve_head(draft, None if target is None else target.name)
@@ -229,23 +213,55 @@ def load_head(
         path = locate(target.path, target.revision)
     check_options(given, family)
     head = family.code().load_head(locate(path), probed.model, lambda: target_facts(probed), given)
-    _warn_of_unknown_keys(head.checkpoint_report if isinstance(head, Reported) else None)
+    if isinstance(head, Reported):
+        _warn_of_unknown_keys(head)
+    if vocabulary is not None:
+        draft_on(head, token_ids("draft_vocab", vocabulary), probed, tokenizer, group)
     return head
 
 
-def _warn_of_unknown_keys(report: HeadReport | None) -> None:
-    unknown = next((field for field in report.fields if field.name == UNKNOWN), None) if report is not None else None
+def _warn_of_unknown_keys(head: Reported) -> None:
+    report = head.checkpoint_report
+    unknown = next((field.value for field in report.fields if field.name == UNKNOWN), None) if report else None
     if report is not None and unknown is not None:
         warn_user(
-            f"config.json of the head {report.path} has keys that are not known here and change nothing: "
-            f"{unknown.value}. If one of them is of what the head computes, few drafts will be accepted: "
-            "`specdec inspect HEAD --target TARGET` measures it"
+            f"config.json of the head {report.path} has keys that are not known here and change nothing: {unknown}. If "
+            "one of them is of what the head computes, few drafts will be accepted: `specdec inspect HEAD --target "
+            "TARGET` measures it"
         )
 
 
+def check_head_type(draft: Any) -> None:
+    """Check that a draft is a name or a loaded head.
+
+    Raises:
+        HeadLoadError: it has some of a head's members, but not all; the message names those that it lacks.
+        InvalidInputError: it is something else, which the message names.
+    """
+    if isinstance(draft, (str, Path)) or (isinstance(draft, Head) and not isinstance(draft, type)):
+        return
+    # A protocol's members: annotated attributes, then methods and properties. isinstance names none that is missing.
+    members = dict.fromkeys((*Head.__annotations__, *(name for name in vars(Head) if not name.startswith("_"))))
+    missing = [name for name in members if not hasattr(draft, name)]
+    if hasattr(draft, "fuse") and missing and not isinstance(draft, type):
+        raise HeadLoadError(
+            f"{type(draft).__name__} is no draft head: it has no {', '.join(missing)}; see drafters.base.Head"
+        )
+    raise InvalidInputError(
+        f"draft={short(draft)} (of type {type(draft).__name__}) is no draft head; give the "
+        "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), or None"
+    )
+
+
 def _check_fits(head: Head, probed: TargetProbe) -> None:
-    """Check the width that a loaded head fuses and the ids it drafts, since it has no record of its target."""
+    """Check a loaded head's device and dtype, the width that it fuses and the ids it drafts: it has no record of its
+    target.
+
+    Raises:
+        HeadMismatchError: it lies elsewhere, which is named, or was made for another target.
+    """
     model = probed.model
+    _check_place(head, model)
     width = model.config.get_text_config().hidden_size
     aux_hidden_states = torch.zeros(1, len(head.aux_layers) * width, dtype=model.dtype, device=model.device)
     try:
@@ -261,3 +277,98 @@ def _check_fits(head: Head, probed: TargetProbe) -> None:
         raise HeadMismatchError(
             f"the head was made for another target: it drafts token {largest}, the target has {probed.vocab_size}"
         )
+
+
+def _check_place(head: Any, model: PreTrainedModel) -> None:
+    weights = list(head.parameters()) if isinstance(head, torch.nn.Module) else []
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
+    places = {weight.device for weight in weights}
+    if places <= {model.device} and (not dtypes or model.dtype in dtypes):
+        return
+    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    raise HeadMismatchError(
+        f"the head is {found} on {', '.join(sorted(map(str, places)))}, the target "
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; move it with head.to(device, dtype)"
+    )
+
+
+def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: Any = None) -> list[int]:
+    """The most frequent tokens of some texts: what `draft_vocab` of `SpeculativeModel.from_pretrained` takes.
+
+    Args:
+        texts: texts, or their token ids, like those that the model will write; its own answers are best.
+        size: most tokens.
+        tokenizer: the target's; needed for texts.
+
+    Returns:
+        At most `size` token ids, ascending (fewer where the texts have no more); of equally frequent ones the smaller.
+
+    Raises:
+        InvalidInputError: the texts have no token, or an id that no vocabulary has, `size` is less than 1, or texts
+            come without a tokenizer.
+    """
+    # What a tokenizer returns for several texts.
+    texts = texts["input_ids"] if isinstance(texts, Mapping) and "input_ids" in texts else texts
+    if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
+        raise InvalidInputError(f"texts={short(texts)}: give a list of texts, or of token ids")
+    size = whole("size", size, 1, None, "1 or more, a whole number")
+    plain = None if tokenizer is None else partial(tokenizer, add_special_tokens=False)
+    ids = [_counted(each) for text in texts for each in encode_prompts(text, plain)]
+    counts = torch.bincount(torch.cat(ids)) if ids else torch.zeros(0, dtype=torch.int64)
+    if not counts.any():
+        raise InvalidInputError(f"{int(counts.sum())} tokens in the texts: there must be at least 1")
+    return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
+
+
+def _counted(ids: Sequence[int]) -> torch.Tensor:
+    """A text's token ids, to be counted. Raises InvalidInputError: an id that no vocabulary has."""
+    for each in (min(ids, default=0), max(ids, default=0)):
+        whole("a token id of texts", each, 0, _LARGEST_ID)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The token ids of the option `draft_vocab`; a text is the name of a JSON file with a list of them.
+
+    Raises:
+        InvalidInputError: the file does not exist or has no such list.
+    """
+    if not isinstance(given, str):
+        return None if given is None else tuple(given)
+    try:
+        found = json.loads(Path(given).read_text("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInputError(
+            f"draft_vocab={given!r}: give a JSON file with a list of token ids, as json.dump(specdec.draft_vocab_of("
+            f"texts, size, tokenizer), file) makes one: {error}"
+        ) from error
+    if not isinstance(found, list):
+        raise InvalidInputError(f"draft_vocab={given!r}: the file holds {short(found)}, not a list of token ids")
+    return token_ids(f"draft_vocab={given!r}", found)
+
+
+def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any, group: Group = ALONE) -> None:
+    """Let a head that was just read draft on some tokens, and on the target's end and special tokens.
+
+    group: all of it call this and draft on the same tokens, though the first process alone has the tokenizer.
+
+    Raises:
+        InvalidInputError: a head that brings its own draft vocabulary, or ids that the target does not have.
+    """
+    if not isinstance(head, DraftsOnSome):
+        raise InvalidInputError(
+            f"draft_vocab: it is for multi-token-prediction modules; the checkpoint of {type(head).__name__} decides "
+            "what that drafts on (its own map, or all); leave it out"
+        )
+    largest, vocab_size = max(ids), probed.vocab_size
+    if largest >= vocab_size:
+        raise InvalidInputError(f"draft_vocab: token {largest}; the target has the tokens 0 … {vocab_size - 1}")
+    own = {*ids, *eos_ids(probed.model.generation_config), *_special_ids(tokenizer)}
+    left_out = group.least([int(token not in own) for token in range(vocab_size)])
+    head.draft_on(torch.tensor([token for token, out in enumerate(left_out) if not out]))
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """A tokenizer's special tokens, including its chat template's; empty if it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}

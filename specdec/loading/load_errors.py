@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from drafters.checkpoints.tensor_files import HTTP_ERRORS, NO_ANSWER
-from specdec.errors import ModelLoadError, SpecdecError
+from specdec.errors import UNNAMED_ERRORS, HeadLoadError, ModelLoadError, SpecdecError
 from specdec.loading.checkpoint import Checkpoint
 
 _SHOWN = 3
@@ -31,8 +31,8 @@ _QUANTISED = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".weight_
 """Names of tensors that quantised linear layers have in addition to `weight`, or instead: they give it its meaning."""
 
 
-def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None:
-    """Check that a target, which the user called `name`, is all of its checkpoint, and no more.
+def check_complete(model: nn.Module, info: Mapping[str, Any]) -> None:
+    """Check that a target is all of its checkpoint, and no more.
 
     info: transformers' loading information (`output_loading_info=True`). Tied weights, and what the model's class or a
     quantizer makes itself, are not among its `missing_keys`.
@@ -62,7 +62,7 @@ def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None
     found = [problem for problem in problems if problem]
     if found:
         raise ModelLoadError(
-            f"cannot load the target model {name!r}: the checkpoint does not fit its configuration: "
+            "the checkpoint does not fit its configuration: "
             f"{'; '.join(found)}.\nLook whether config.json "
             "(num_hidden_layers, sizes, biases) is the one that belongs to these weights, and whether all files of the "
             "checkpoint are there. To use the model nevertheless, load it with transformers and pass the loaded model."
@@ -96,20 +96,13 @@ def _surplus_in_layers(model: nn.Module, unexpected: Collection[str], endings: t
 
 _ERRORS: tuple[type[BaseException], ...] = (
     *HTTP_ERRORS,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
+    *UNNAMED_ERRORS,
     EOFError,
-    ImportError,
-    LookupError,
     MemoryError,
-    RuntimeError,
     SafetensorError,
     StrictDataclassError,
     SyntaxError,
     TemplateError,
-    TypeError,
-    ValueError,
     pickle.UnpicklingError,
 )
 """Files may hold anything: on a wrong value transformers may raise any of Python's own errors."""
@@ -123,15 +116,29 @@ _ADVICE = re.compile(
 _MOST_LETTERS = 600
 
 
+_OF_THE_HUB_OR_PICKLE: dict[type[Exception], str] = {
+    pickle.UnpicklingError: "its weights are a damaged pickle, or one of more than tensors, which could run code and is"
+    " never read; use weights in safetensors",
+    GatedRepoError: "access needs a login: accept the terms on its page, then `hf auth login`, or set HF_TOKEN",
+    RevisionNotFoundError: "the hub has no revision {!r} of it",
+    RepositoryNotFoundError: "it is no folder, and the hub has no such model (a private one needs `hf auth login`, or "
+    "HF_TOKEN)",
+}
+
+
 @contextmanager
 def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
-    """Turn what transformers raises inside into a ModelLoadError.
+    """Turn what transformers and the readers of files raise inside into a ModelLoadError, and name what was to be read.
 
     Raises:
         ModelLoadError: `what` ("the target model", "the tokenizer") with the given name, the reason, and a remedy.
     """
     try:
         yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {what} {checkpoint.name!r}: {error}") from error
+    except HeadLoadError as error:  # of the functions that read heads' files, too
+        raise ModelLoadError(f"cannot load {what} {checkpoint.name!r}: {error}; download it again") from error
     except SpecdecError:
         raise
     except _ERRORS as error:
@@ -140,17 +147,9 @@ def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
 
 def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
     chain = list(_chain(error))
-    if any(isinstance(e, pickle.UnpicklingError) for e in chain):
-        return (
-            "its weights are a damaged pickle, or one of more than tensors, which could run code and is never read; "
-            "use weights in safetensors"
-        )
-    if any(isinstance(e, GatedRepoError) for e in chain):
-        return "access needs a login: accept the terms on its page, then `hf auth login`, or set HF_TOKEN"
-    if any(isinstance(e, RevisionNotFoundError) for e in chain):
-        return f"the hub has no revision {checkpoint.revision!r} of it"
-    if any(isinstance(e, RepositoryNotFoundError) for e in chain):
-        return "it is no folder, and the hub has no such model (a private one needs `hf auth login`, or HF_TOKEN)"
+    for kind, reason in _OF_THE_HUB_OR_PICKLE.items():
+        if any(isinstance(link, kind) for link in chain):
+            return reason.format(checkpoint.revision)
     if checkpoint.local_files_only:
         return f"it is no folder, and the Hugging Face hub gave nothing: {NO_ANSWER}"
     if isinstance(error, (SafetensorError, EOFError)):

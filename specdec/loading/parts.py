@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,38 @@ from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
-from drafters.families import check_options
 from specdec.config import EngineConfig
+from specdec.errors import InvalidInputError
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
     check_backend_fits,
-    check_format_fits,
     expected_keys,
-    kv_format,
-    kv_layout,
     make_backend,
     name_what_is_left_out,
 )
+from specdec.loading.cache_format import kv_format, kv_layout
 from specdec.loading.checkpoint import Checkpoint
-from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
-from specdec.loading.heads import load_head, reading_options, split_draft
-from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit, scores_bytes
-from specdec.loading.objects import check_head_type
-from specdec.loading.pairs import load_pair
+from specdec.loading.cuda_graphs import loading_thread
+from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
+from specdec.loading.names import load_pair
 from specdec.loading.progress import log
-from specdec.loading.sizes import long_rope_extras, lookup_extras, num_drafts
+from specdec.loading.sizes import (
+    Pools,
+    Rows,
+    check_counts,
+    check_sizes_fit,
+    divide_cache,
+    empty_pools,
+    filled,
+    num_drafts,
+    scores_bytes,
+    state_bytes,
+    windowed_pools,
+)
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
-from specdec.loading.warming import loading_thread
 from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs, prompt_rows
 from specdec.options import LoadOptions
@@ -46,6 +53,7 @@ from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
 from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.long_rope import find_long_rope
 from specdec.wrapped.probing import TargetProbe, probe_target
 
 
@@ -64,20 +72,13 @@ def load_parts(
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
         InvalidInputError: an option that does not fit these; CacheTooSmallError: no room for the caches.
     """
-    check_counts(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
+    check_counts(options, options.max_model_len)
     draft, lookup = split_draft(draft)
-    vocabulary = None if options.draft_vocab is None else _draft_vocabulary()
-    draft_vocab = vocabulary and vocabulary.read_draft_vocab(options.draft_vocab)
+    options = replace(options, draft_vocab=read_draft_vocab(options.draft_vocab))
     if draft is not None:
         check_head_type(draft)
     opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
     (model, checkpoint), draft = opened, pair.draft
-    reading = reading_options(options)
-    if draft is None:
-        check_options(reading, None, "there is no draft head")
-    if not isinstance(draft, (str, Path)) and vocabulary is not None:
-        reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
-        vocabulary.check_draft_vocab(draft_vocab, reason)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
@@ -88,19 +89,11 @@ def load_parts(
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
     with pair.explained():
-        head = None if draft is None else load_head(draft, checkpoint, probed, reading)
-    if head is not None and vocabulary is not None:
-        vocabulary.draft_on(head, draft_vocab, probed, tokenizer, group)
+        head = load_head(draft, checkpoint, probed, options, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
-
-
-def _draft_vocabulary() -> Any:
-    from specdec.loading import draft_vocabulary
-
-    return draft_vocabulary
 
 
 def _open(
@@ -111,7 +104,7 @@ def _open(
 
     def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
         own = getattr(config.get_text_config(), "max_position_embeddings", None)
-        check_page_size(options.page_size, options.max_model_len or own)
+        check_counts(options, options.max_model_len or own)
         kind = kind if isinstance(kind, torch.dtype) else config.dtype
         begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
         if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
@@ -130,24 +123,33 @@ def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptio
     return probed
 
 
-def _states(probed: TargetProbe, rows: Rows) -> tuple[int, tuple[RoundExtra, ...]]:
-    """Bytes of the states of a target's recurrent layers, and their extras of rounds; 0 and () without any."""
-    if not probed.recurrent_calls:
-        return 0, ()
-    from specdec.loading.states import state_bytes, state_extras
+def _extras(probed: TargetProbe, rows: Rows, options: LoadOptions, lookup: bool, greedy: bool) -> Iterator[RoundExtra]:
+    """The extras of rounds for this target and these drafts; each kind is imported where it is needed.
 
-    return state_bytes(probed, rows), state_extras(probed, rows.num_speculative_tokens)
+    greedy: whether requests with drafts by lookup must be greedy.
 
+    Raises:
+        InvalidInputError: the longest match of a lookup is shorter than its shortest.
+    """
+    if probed.recurrent_calls:
+        from attention.recurrence.states import fold_rule
+        from specdec.extras.recurrent_states import RecurrentStates
 
-def _scales(
-    checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadOptions
-) -> tuple[Sequence[tuple[float, float]] | None, str]:
-    """The scales of an 8-bit KV cache and their origin: see `kv_scales.chosen_scales`."""
-    if options.kv_cache_dtype != "fp8":
-        return options.kv_cache_scales, ""
-    from specdec.loading.kv_scales import chosen_scales
+        yield RecurrentStates(fold_rule(probed.recurrence_specs, rows.num_speculative_tokens))
+    found = find_long_rope(probed.model)
+    if found is not None and rows.max_model_len > found.rule.original:
+        from specdec.extras.long_factors import LongFactors
 
-    return chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
+        yield LongFactors(found.rule)
+    if lookup:
+        from specdec.extras.lookup_drafts import LookupDrafts
+
+        if options.lookup_max < options.lookup_min:
+            raise InvalidInputError(
+                f"lookup_max={options.lookup_max}: allowed is lookup_min={options.lookup_min} or more, up to which "
+                "tokens of a match are compared"
+            )
+        yield LookupDrafts(options.lookup_min, options.lookup_max, options.lookup_shared, greedy)
 
 
 def _sized(
@@ -164,30 +166,29 @@ def _sized(
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device, page_size = probed.model.device, options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
-    check_page_size(page_size, longest)
-    check_tables_fit(options.max_num_seqs, longest)
-    format = kv_format(options.kv_cache_dtype, *_scales(checkpoint, probed, options))
-    check_format_fits(probed, format)
+    check_counts(options, longest)
+    format = kv_format(checkpoint, probed, options)
     k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
     rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)
-    sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
-    states, extras = _states(probed, rows)
+    pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
+    states = state_bytes(probed, rows)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
-    cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states, scores)
-    tokens, *others = group.least([cache.tokens, *cache.windowed])  # their schedules must be the same
-    cache = Division(tokens, tuple(others))
+    pools = divide_cache(options.kv_cache_tokens, device, pools, rows, options.gpu_memory_utilization, states, scores)
+    pools = filled(pools, group.least([pool.tokens for pool in pools]))  # their schedules must be the same
     greedy = head is not None and options.cuda_graphs is not False and isinstance(backend, GraphBackend)
-    extras += (*long_rope_extras(probed.model, longest), *(lookup_extras(options, greedy) if lookup else ()))
+    extras = tuple(_extras(probed, rows, options, lookup, greedy))
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
-    config = _config(rows, cache, sizes, extras, options)
+    config = _config(rows, pools, extras, options)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True
     config = replace(config, enable_prefix_caching=prefix_caching == "on", keep_prefixes=kept)
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
-    windowed = sizes.of_pools(config.windowed, page_size)
-    check_sizes_fit(config, device, sizes.first, staging_bytes(loop, config), windowed, states)
+    first, *others = pools
+    pages = zip(config.windowed, others, strict=True)
+    windowed = sum(near.num_pages * page_size * pool.token_bytes for near, pool in pages)
+    check_sizes_fit(config, device, first.token_bytes, staging_bytes(loop, config), windowed, states)
     return Parts(
         probed,
         head,
@@ -199,19 +200,17 @@ def _sized(
         kv_layout(options.kv_cache_layout, backend),
         prefix_caching,
         cascade,
-        cache.tokens,
-        cache.tokens * sizes.first + windowed + states,
+        first.tokens,
+        first.bytes + windowed + states,
     )
 
 
-def _config(
-    rows: Rows, cache: Division, sizes: TokenBytes, extras: tuple[RoundExtra, ...], options: LoadOptions
-) -> EngineConfig:
+def _config(rows: Rows, pools: Pools, extras: tuple[RoundExtra, ...], options: LoadOptions) -> EngineConfig:
     """The configuration, prefix caching off: whether it can be on depends on the draft loop for these sizes."""
     return EngineConfig(
         **vars(rows),
-        num_pages=-(-cache.tokens // rows.page_size) + 1,
-        windowed=cache.pools(sizes, rows.page_size),
+        num_pages=-(-pools[0].tokens // rows.page_size) + 1,
+        windowed=windowed_pools(pools, rows.page_size),
         seed=options.seed,
         draft_sampling=options.draft_sampling,
         max_num_prefill_tokens=options.max_num_prefill_tokens,

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -22,24 +22,23 @@ class StartSteps(logging.Filter):
     that the logger would give them anyway.
     """
 
-    def __init__(self, progress: Progress | None, shown: int) -> None:
+    def __init__(self, progress: Progress, shown: int) -> None:
         super().__init__()
         self.seconds: dict[str, float] = {}
         self._progress = progress
         self._shown = shown
         self._thread = threading.get_ident()
-        self._running: tuple[str, float, TaskID | None] | None = None
+        self._running: tuple[str, float, TaskID] | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether other handlers get the record."""
         if record.levelno == logging.INFO:
-            if getattr(record, "aside", False) or record.thread != self._thread:
-                if self._progress is not None:
-                    self._progress.add_task(record.getMessage(), total=1, completed=1)
-            else:
+            step, aside = record.getMessage(), getattr(record, "aside", False) or record.thread != self._thread
+            if not aside:
                 self.finish()
-                shown = None if self._progress is None else self._progress.add_task(record.getMessage(), total=1)
-                self._running = record.getMessage(), time.perf_counter(), shown
+            shown = self._progress.add_task(step, total=1, completed=int(aside))
+            if not aside:
+                self._running = step, time.perf_counter(), shown
         return record.levelno >= self._shown
 
     def finish(self) -> None:
@@ -48,8 +47,7 @@ class StartSteps(logging.Filter):
             return
         name, begun, shown = self._running
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
-        if self._progress is not None and shown is not None:
-            self._progress.update(shown, completed=1)
+        self._progress.update(shown, completed=1)
         self._running = None
 
 
@@ -70,7 +68,7 @@ def startup_progress(console: Console | None = None) -> Iterator[dict[str, float
     console = console or Console(stderr=True)
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     own_level = log.level
-    with Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext() as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         steps = _active.steps = StartSteps(progress, log.getEffectiveLevel())
         log.addFilter(steps)
         # Else the logger makes no INFO records; `StartSteps.filter` keeps them from handlers that should not get them.

@@ -10,18 +10,20 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import tomllib
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
+from drafters.checkpoints.tensor_files import CheckpointFolder
 from specdec.errors import ModelLoadError
 from specdec.user_warnings import warn_user
 from specdec.values import short
@@ -29,10 +31,14 @@ from specdec.values import short
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
 """Fields of a `quantization_config` that describe how numbers are stored, over all methods."""
 
-_ROUNDED = (
-    "rounded at every call: a value between two steps goes to either, so tokens whose logits are close may come out "
-    "otherwise in another batch, as in half precision"
-)
+_SCALES = (".weight._scale", ".weight._shift", ".input_scale", ".output_scale")
+"""Last parts of the names of scales and shifts."""
+_NESTED = ("qint2", "qint4")
+"""Tensors made of packed tensors, which are subclasses too. torch 2.13 raises "Cannot set version_counter for inference
+tensor" where such a weight is transposed or detached in inference mode and was made outside of it."""
+_ALIGNED = 64
+"""Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
+divides; tensors in a file that is mapped into memory may lie at any address (torch 2.13: SIGSEGV)."""
 MODELOPT = "modelopt"
 """quant_method of NVIDIA ModelOpt, which transformers does not know."""
 MODELOPT_FILE = "hf_quant_config.json"
@@ -45,42 +51,9 @@ _OF_BITSANDBYTES = {
 }
 
 
-@dataclass(frozen=True)
-class Package:
-    """A package that a method needs.
-
-    Attributes:
-        module: the name to import; distribution: the name to install.
-        least: name of transformers' constant for the oldest version, or that version itself, or "" for any.
-    """
-
-    module: str
-    distribution: str
-    least: str = ""
-
-    @property
-    def oldest(self) -> str:
-        """The oldest version that transformers accepts; "" for any."""
-        known: str = getattr(import_utils, self.least, "") if self.least.endswith("VERSION") else self.least
-        return known
-
-    @property
-    def missing(self) -> str:
-        """What to install, for pip; "" when it is there, and new enough."""
-        wanted = self.distribution + (f">={self.oldest}" if self.oldest else "")
-        if not _is_importable(self.module):
-            return wanted
-        try:
-            found = Version(importlib.metadata.version(self.distribution))
-        except (importlib.metadata.PackageNotFoundError, InvalidVersion):  # a checkout: taken as new enough
-            return ""
-        return wanted if self.oldest and found < Version(self.oldest) else ""
-
-
-_TABLE = tomllib.loads(files("specdec").joinpath("loading/quantisation.toml").read_text("utf-8"))
-PACKAGES = {method: tuple(Package(*package) for package in packages) for method, packages in _TABLE.items()}
+_PACKAGES = tomllib.loads(files("specdec").joinpath("loading/quantisation.toml").read_text("utf-8"))
 """What each method needs, by the name in transformers' registry; a method that is not here needs nothing."""
-_KERNELS, _ACCELERATE = PACKAGES["eetq"]
+_KERNELS, _ACCELERATE = _PACKAGES["eetq"]
 
 
 @dataclass(frozen=True)
@@ -119,25 +92,76 @@ def method_of(stored: Mapping[str, Any]) -> str | None:
     return getattr(method, "value", method)
 
 
-def check_packages(method: str, what: str) -> None:
+def check_packages(method: str) -> None:
     """Check that a method's packages are installed.
 
     Raises:
-        ModelLoadError: `what` cannot be loaded; names what to install.
+        ModelLoadError: names what to install.
     """
-    missing = [package.missing for package in PACKAGES.get(method, ()) if package.missing]
+    missing = _missing(*_PACKAGES.get(method, ()))
     if missing:
         several = "s" if len(missing) > 1 else ""
         install = " ".join(f"'{name}'" if ">" in name else name for name in missing)
         raise ModelLoadError(
-            f"{what}: its weights are quantised, and quant_method {method} needs the package{several} "
+            f"its weights are quantised, and quant_method {method} needs the package{several} "
             f"{', '.join(missing)}: pip install {install}"
         )
 
 
+def check_quantisation(stored: Mapping[str, Any] | None) -> str | None:
+    """The method of a `quantization_config`; None without one.
+
+    Raises:
+        ModelLoadError: transformers does not know the method (it ignores one, and would read
+            packed integers as weights), cannot read it back, or a package that it needs is missing.
+    """
+    if stored is None:
+        return None
+    method = method_of(stored) if isinstance(stored, Mapping) else None
+    if method == MODELOPT and not stored.get("quant_algo"):
+        return None  # the KV cache alone, see `kv_scales`
+    if method == MODELOPT:
+        raise ModelLoadError(
+            f"its weights are quantised by NVIDIA ModelOpt (quant_algo {short(stored.get('quant_algo'))}), "
+            "which transformers cannot read; take the model without quantisation, or one of compressed-tensors"
+        )
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ModelLoadError(
+            f"config.json says quantization_config={short(stored)}, a method that transformers "
+            f"{transformers_version} does not know; take the model without quantisation"
+        )
+    check_packages(str(method))
+    if method == "quanto":
+        raise ModelLoadError(
+            "config.json says quant_method quanto, which transformers quantises to but cannot read back; save "
+            "the model with optimum.quanto's QuantizedModelForCausalLM (it writes quanto_qmap.json), or load it with "
+            "transformers' QuantoConfig and give the loaded model"
+        )
+    return method
+
+
+def _missing(*packages: Sequence[str]) -> list[str]:
+    """Which of these are not there, or not new enough, as pip takes them.
+
+    A package is its module, the distribution to install and, unless any will do, the oldest version or the name of
+    transformers' constant for it.
+    """
+    found = []
+    for module, distribution, *least in packages:
+        oldest = next((getattr(import_utils, each, "") if each.endswith("VERSION") else each for each in least), "")
+        wanted = f"{distribution}>={oldest}" if oldest else distribution
+        try:
+            old = oldest and Version(importlib.metadata.version(distribution)) < Version(oldest)
+        except (importlib.metadata.PackageNotFoundError, InvalidVersion):  # a checkout: taken as new enough
+            old = False
+        if old or not _is_importable(module):
+            found.append(wanted)
+    return found
+
+
 def placed_at(method: str | None, device: torch.device) -> dict[str, Any]:
     """The option with which from_pretrained loads such weights onto their device: most libraries pack them for it."""
-    needs = _ACCELERATE in PACKAGES.get(method or "", ()) and method != "quanto"
+    needs = _ACCELERATE in _PACKAGES.get(method or "", ()) and method != "quanto"
     return {"device_map": {"": str(device)}} if needs else {}
 
 
@@ -147,7 +171,7 @@ def without_kernels(method: str, device: torch.device) -> str:
         return ""
     if device.type != "cuda":
         return f"transformers has MXFP4 kernels for CUDA devices only, not for {device.type}"
-    missing = [package.missing for package in (_KERNELS, _ACCELERATE) if package.missing]
+    missing = _missing(_KERNELS, _ACCELERATE)
     return f"transformers' MXFP4 kernels need the packages {', '.join(missing)}" if missing else ""
 
 
@@ -206,7 +230,7 @@ def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) ->
     """How a loaded model is quantised; `stored`: `quantization_config` before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
     if stored is None or method_of(stored) == MODELOPT:  # of which the KV cache alone is read, see `kv_scales`
-        kinds = ", ".join(dict.fromkeys(_kind(layer) for layer in model.modules() if is_quantised(layer)))
+        kinds = ", ".join(dict.fromkeys(kind_in_words(layer) for layer in model.modules() if is_quantised(layer)))
         return Quantisation(kinds) if kinds else None
     method = method_of(stored) or "unknown"
     return Quantisation(method, _scheme(stored), _why_dense(model, method))
@@ -226,36 +250,18 @@ def warn_of_dense(name: str, model: PreTrainedModel, found: Quantisation | None)
     """Warn that weights which are small on disk are not so in memory."""
     if found is not None and found.dequantised:
         warn_user(
-            f"{name}: the weights are quantised by {found}, and run dequantised in {_dtype(model)}, without what that "
-            f"saves in memory and time: {found.dequantised}"
+            f"{name}: the weights are quantised by {found}, and run dequantised in {dtype_in_words(model)}, without "
+            f"what that saves in memory and time: {found.dequantised}"
         )
 
 
-def facts_of_quantisation(model: PreTrainedModel, found: Quantisation | None) -> dict[str, Any] | None:
-    """For `describe`: method, scheme, what runs, and which layers; None for a model that is not quantised."""
-    found = found or quantisation_of(model, None)
-    if found is None:
-        return None
-    from specdec.selftest.quantised import rounds_activations
-
-    layers = Counter(_kind(layer) for layer in model.modules() if is_quantised(layer))
-    runs = f"dequantised in {_dtype(model)}: {found.dequantised}" if found.dequantised else "as stored"
-    return {
-        "method": found.method,
-        "scheme": found.scheme or None,
-        "runs": runs,
-        "layers": ", ".join(f"{count} {kind}" for kind, count in layers.items()) or None,
-        "activations": _ROUNDED if rounds_activations(model) else "not rounded",
-    }
-
-
-def _kind(layer: torch.nn.Module) -> str:
+def kind_in_words(layer: torch.nn.Module) -> str:
     weight = getattr(layer, "weight", None)
     held = type(getattr(weight, "data", None))
     return type(layer).__name__ if held in (torch.Tensor, type(None)) else f"{type(layer).__name__} of {held.__name__}"
 
 
-def _dtype(model: PreTrainedModel) -> str:
+def dtype_in_words(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
@@ -267,7 +273,7 @@ def _scheme(stored: Mapping[str, Any]) -> str:
     for group in (groups or {}).values() if isinstance(groups, Mapping) else ():
         for part in ("weights", "input_activations", "output_activations"):
             if isinstance(group, Mapping) and isinstance(numbers := group.get(part), Mapping):
-                words.append(f"{part.replace('input_', '').replace('output_', 'output ')} {_numbers(numbers)}")
+                words.append(f"{part.replace('input_', '').replace('output_', 'output ')} {numbers_in_words(numbers)}")
     kind = stored.get("quant_type")
     if isinstance(kind, Mapping):  # torchao
         words += [str(inner.get("_type", name)) for name, inner in kind.items() if isinstance(inner, Mapping)]
@@ -276,13 +282,17 @@ def _scheme(stored: Mapping[str, Any]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _numbers(numbers: Mapping[str, Any]) -> str:
-    """'int4 by group of 128', 'float8 by token, dynamic'."""
-    by = getattr(numbers.get("strategy"), "value", numbers.get("strategy"))
-    kind = getattr(numbers.get("type"), "value", numbers.get("type"))
+def numbers_in_words(numbers: Mapping[str, Any]) -> str:
+    """A format of compressed-tensors.
+
+    >>> numbers_in_words({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128})
+    'int4 by group of 128'
+    >>> numbers_in_words({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True})
+    'float8 by token, dynamic'
+    """
+    by, kind = (getattr(numbers.get(n), "value", numbers.get(n)) for n in ("strategy", "type"))
     group = f" of {numbers['group_size']}" if by == "group" and numbers.get("group_size") else ""
-    dynamic = ", dynamic" if numbers.get("dynamic") else ""
-    return f"{kind}{numbers.get('num_bits')} by {by}{group}{dynamic}"
+    return f"{kind}{numbers.get('num_bits')} by {by or 'tensor'}{group}{', dynamic' * bool(numbers.get('dynamic'))}"
 
 
 def _is_importable(module: str) -> bool:
@@ -290,3 +300,107 @@ def _is_importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # its parent is missing, or is no package
         return False
+
+
+def load_quanto(
+    folder: CheckpointFolder,
+    layers: Mapping[str, Mapping[str, str]],
+    loader: Any,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load a folder that optimum-quanto saved: packed weights, and a map of how each layer was quantised.
+
+    transformers quantises with this library, but cannot save or read the result; published checkpoints are in the
+    library's own format. Its own functions are used here to read one, with transformers' configuration and class.
+    Returns the model on the CPU, and the differences between model and files as transformers' loading information.
+
+    Source: optimum/quanto/models/transformers_models.py, `QuantizedTransformersModel.from_pretrained`.
+
+    Args:
+        layers: the map, `QUANTO_MAP`.
+        loader: the auto class of the configuration. dtype: of unquantised tensors, of the scales, and so of the outputs
+            of quantised layers; "auto": the checkpoint's.
+
+    Raises:
+        ModelLoadError: a package is missing; the map is damaged, names no layer of the model or weights of fewer than 8
+            bits, or scales are too small or too large for the dtype.
+    """
+    check_packages("quanto")
+    from accelerate import init_empty_weights
+    from optimum.quanto import requantize
+
+    if not layers or not all(
+        isinstance(how, dict) and {"weights", "activations"} <= set(how) for how in layers.values()
+    ):
+        raise ModelLoadError(f"{QUANTO_MAP} is no map of layers to weights and activations; download it again")
+    if nested := sorted({how["weights"] for how in layers.values()} & set(_NESTED)):
+        raise ModelLoadError(
+            f"its weights are in {', '.join(nested)}, whose packed tensors optimum-quanto cannot multiply in "
+            "torch's inference mode, in which this library runs a model; take one quantised to qint8 or qfloat8, or in "
+            "4 bits by another method (compressed-tensors, bitsandbytes)"
+        )
+    tensors = folder.load(folder.tensors)
+    kind = _stored_dtype(config, tensors) if isinstance(dtype, str) else dtype
+    scaled = _scaled_in(kind, tensors)
+    tensors = {name: t if t.data_ptr() % _ALIGNED == 0 else t.clone() for name, t in scaled.items()}
+    with init_empty_weights(include_buffers=False):
+        model: Any = loader.from_config(config, dtype=kind)
+    if unknown := sorted(set(layers) - {name for name, _ in model.named_modules()}):
+        raise ModelLoadError(f"{QUANTO_MAP} names layers that the model does not have: {', '.join(unknown[:3])}")
+    requantize(model, state_dict=tensors, quantization_map=layers)
+    model.tie_weights()
+    model.name_or_path = str(folder.path)
+    if (folder.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder.path)
+    return model.requires_grad_(False), _differences(model, tensors)
+
+
+def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype of the model that was quantised: its configuration's, else the dtype of the scales, which is equal."""
+    if isinstance(config.dtype, torch.dtype):  # a name was made one when the configuration was read
+        return config.dtype
+    found = {tensor.dtype for name, tensor in tensors.items() if name.endswith(_SCALES) and tensor.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.get_default_dtype()
+
+
+def _scaled_in(kind: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint with its scales in another dtype, as if the model had been quantised in it.
+
+    A quantised layer computes in the dtype of its scales, which the library takes from the weights that it quantised
+    and which cannot be changed later: a model with scales of another dtype than its norms and embeddings fails at the
+    first attention.
+
+    Source: optimum/quanto/library/qbytes_mm.py; tensor/weights/qbytes.py, `__torch_dispatch__`.
+
+    Raises:
+        ModelLoadError: a scale is out of range there: it would be infinite, or zero.
+    """
+    cast = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALES) and tensor.is_floating_point():
+            cast[name] = tensor.to(kind)
+            lost = (cast[name] == 0) & (tensor != 0)
+            if bool(lost.any()) or not bool(cast[name].isfinite().all()):
+                raise ModelLoadError(
+                    f"dtype={str(kind).removeprefix('torch.')} cannot hold the scales {name} (largest "
+                    f"{float(tensor.abs().max()):.3g}, in {str(tensor.dtype).removeprefix('torch.')}); "
+                    "give dtype='bfloat16' or dtype='float32'"
+                )
+    return cast
+
+
+def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The differences in the format of transformers' loading information; tied weights are stored once."""
+    expected, ours = model.state_dict(), {name: tuple(t.shape) for name, t in tensors.items()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = {name for name in expected if name not in ours and name not in tied}
+    return {
+        "missing_keys": missing,
+        "unexpected_keys": set(ours) - set(expected),
+        "mismatched_keys": [
+            (name, ours[name], tuple(t.shape))
+            for name, t in expected.items()
+            if name in ours and ours[name] != tuple(t.shape)
+        ],
+    }

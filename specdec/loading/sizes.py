@@ -1,71 +1,46 @@
-"""Defaults of devices, dtypes, K and the longest request. The KV cache: `groups`."""
+"""The sizes of an engine: K, the longest request, the KV cache's division among the target's cache groups, and whether
+all of it fits into memory, in numbers, before anything is allocated."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attention.cache.kv_cache import KVFormat, bytes_per_token
+from attention.cache.windowed import most_owned_pages
+from attention.groups import layers_by_group, reaches_of
 from attention.hf.model_specific import dense_up_to
+from attention.hf.weights import stored_bytes
+from attention.spec import Reach
 from drafters.base import Head
-from specdec.errors import InvalidInputError
+from specdec.config import EngineConfig, WindowedPool, state_slots
+from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 from specdec.options import LoadOptions
-from specdec.rounds.extras import RoundExtra
 from specdec.user_warnings import warn_user
-from specdec.values import short
 from specdec.wrapped.long_rope import find_long_rope
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-def resolve_device(device: Any) -> torch.device:
-    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA if available.
-
-    Raises:
-        InvalidInputError: the name is no device of torch, or the device is not supported or not present.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    allowed = f"allowed are cpu{_cuda_devices()}"
-    # bool first: it is an int, and True would be GPU 1.
-    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise InvalidInputError(f"device={short(device)} ({type(device).__name__}): {allowed}")
-    try:
-        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"device={short(device)} is not a torch device: {allowed}") from error
-    if place.type == "cpu":
-        return torch.device("cpu")
-    if place.type != "cuda":
-        raise InvalidInputError(f"device={short(device)}: CPU and CUDA are supported; {allowed}")
-    if not torch.cuda.is_available():
-        raise InvalidInputError(f"device={short(device)}: torch finds no CUDA device on this machine; {allowed}")
-    if place.index is not None and place.index >= torch.cuda.device_count():
-        raise InvalidInputError(f"device={short(device)}: this machine has no such GPU; {allowed}")
-    return place
-
-
-def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
-    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
-
-    Raises:
-        InvalidInputError: no dtype of models.
-    """
-    if isinstance(dtype, str) and dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
-        raise InvalidInputError(f"dtype={short(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
-    return found
-
-
-def _cuda_devices() -> str:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "".join([", cuda", *(f", cuda:{i}" for i in range(count))]) if count else " (there is no CUDA device here)"
-
+from specdec.wrapped.probing import TargetProbe
 
 DEFAULT_DRAFTS, LOOKUP_DRAFTS = 5, 8
+_RESERVE_BYTES = 4 << 30
+"""Memory of a GPU that is left for activations and CUDA graphs."""
+_ID_BYTES = 4
+_ARENA_COPIES = 2
+"""Host buffers of a staging arena: the next round is written while the last one is still copied."""
+_LARGEST_USUAL_PAGE = 256
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""Words of torch's host allocators, in a plain RuntimeError."""
+_CPU_CACHE_BYTES = 1 << 30
+_SHARE = 0.25
+"""Of the memory, for windowed groups, where rows of max_model_len tokens need less and max_num_seqs rows need more:
+most requests are shorter, so that more of them run at once."""
+_TESTED_ROWS, _TESTED_TOKENS = 3, 64
+"""The self-test's rows, which are read without freeing anything, and more tokens than each has."""
 
 
 def num_drafts(asked: int | None, head: Head | None, lookup: bool = False) -> int:
@@ -99,20 +74,23 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     most = getattr(config, "max_position_embeddings", None)
     if asked is None and most is None:
         raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
-    if asked is not None and most is not None and asked > most:
-        raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
     kind, original = ("", None) if find_long_rope(model) is not None else _changing_rope(config)
-    if asked is not None and original is not None and asked > original:
-        raise InvalidInputError(
-            f"max_model_len={asked}: beyond {original} positions the model's rotary embedding ({kind}) changes for all "
-            f"rows of a batch at once; allowed is {original} or less"
-        )
     dense = dense_up_to(model)
-    if asked is not None and dense is not None and asked > dense:
-        raise InvalidInputError(
-            f"max_model_len={asked}: beyond index_topk={dense} tokens the model attends to the keys that its indexer "
-            f"chooses, which is not served; up to there it attends to all. Allowed is {dense} or less"
-        )
+    for limit, reason in (
+        (most, f"the model was made for at most {most} positions"),
+        (
+            original,
+            f"beyond {original} positions the model's rotary embedding ({kind}) changes for all rows of a batch at "
+            f"once; allowed is {original} or less",
+        ),
+        (
+            dense,
+            f"beyond index_topk={dense} tokens the model attends to the keys that its indexer chooses, which is not "
+            f"served; up to there it attends to all. Allowed is {dense} or less",
+        ),
+    ):
+        if asked is not None and limit is not None and asked > limit:
+            raise InvalidInputError(f"max_model_len={asked}: {reason}")
     if asked is not None:
         return asked
     length = min(n for n in (most, original) if n is not None)
@@ -125,32 +103,6 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     return int(length)
 
 
-def long_rope_extras(model: PreTrainedModel, longest: int) -> tuple[RoundExtra, ...]:
-    """The extra of a longrope model whose requests may exceed the reach of its short factors; else ()."""
-    found = find_long_rope(model)
-    if found is None or longest <= found.rule.original:
-        return ()
-    from specdec.extras.long_factors import LongFactors
-
-    return (LongFactors(found.rule),)
-
-
-def lookup_extras(options: LoadOptions, greedy: bool) -> tuple[RoundExtra, ...]:
-    """The extra of drafts by lookup, `greedy` for greedy requests alone.
-
-    Raises:
-        InvalidInputError: its longest match is shorter than its shortest.
-    """
-    from specdec.extras.lookup_drafts import LookupDrafts
-
-    if options.lookup_max < options.lookup_min:
-        raise InvalidInputError(
-            f"lookup_max={options.lookup_max}: allowed is lookup_min={options.lookup_min} or more, up to which tokens "
-            "of a match are compared"
-        )
-    return (LookupDrafts(options.lookup_min, options.lookup_max, options.lookup_shared, greedy),)
-
-
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
     """The type of a rotary embedding that depends on the batch's longest row, and the last length before it does."""
     own = getattr(config, "rope_parameters", None) or {}
@@ -158,3 +110,300 @@ def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
         if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
             return kind, int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
     return "", None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Room for the keys and values of one cache group of the target's.
+
+    token_bytes: of one token in its layers; in the first group with the head's, whose cache holds the same tokens.
+    reach: of a windowed group; None for the first. tokens: that it has room for.
+    """
+
+    token_bytes: int
+    reach: Reach | None = None
+    tokens: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its tokens."""
+        return self.tokens * self.token_bytes
+
+
+Pools = tuple[Pool, ...]
+"""The first group's, then one for each windowed group."""
+
+
+def empty_pools(probed: TargetProbe, head: Head | None, format: KVFormat, longest: int, grouped: bool = True) -> Pools:
+    """The cache groups, several where `grouped`; a reach that covers the `longest` request needs no group."""
+    specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
+    reaches = reaches_of(specs, longest) if grouped else ()
+    groups = layers_by_group(specs, reaches)
+    first, *others = (bytes_per_token(tuple(specs[layer] for layer in layers), dtype) for layers in groups)
+    of_head = 0 if head is None else bytes_per_token(tuple(head.attention_specs), probed.model.dtype)
+    return (Pool(first + of_head), *map(Pool, others, reaches))
+
+
+def windowed_pools(pools: Pools, page_size: int) -> tuple[WindowedPool, ...]:
+    """The windowed groups in pages."""
+    return tuple(WindowedPool(p.reach, -(-p.tokens // page_size) + 1) for p in pools if p.reach is not None)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sizes that decide how many pages rows need in a windowed group; see `EngineConfig` for each."""
+
+    num_speculative_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+
+    def tokens(self, reach: Reach, rows: int) -> int:
+        """Tokens of a pool in which `rows` rows decode, the next round reserved, while a chunk of prompts is read."""
+        size = self.page_size
+        decoding = most_owned_pages(reach, 2 * (self.num_speculative_tokens + 1), size) * size
+        alone = most_owned_pages(reach, self.max_num_batched_tokens, size) * size
+        tested = _TESTED_ROWS * max(size, _TESTED_TOKENS)
+        return max(rows * decoding + self.max_num_batched_tokens, alone, tested)
+
+    def fill(self, pools: Pools, tokens: int, rows: int) -> Pools:
+        """A first group of `tokens`, and windowed groups of what `rows` rows need besides, which is never more."""
+        needed = (tokens if p.reach is None else min(tokens, self.tokens(p.reach, rows)) for p in pools)
+        return filled(pools, needed)
+
+
+def filled(pools: Pools, tokens: Iterable[int]) -> Pools:
+    """Pools of these tokens."""
+    return tuple(replace(pool, tokens=count) for pool, count in zip(pools, tokens, strict=True))
+
+
+def divide_cache(
+    asked: int | None,
+    device: torch.device,
+    pools: Pools,
+    rows: Rows,
+    utilization: float,
+    state_bytes: int = 0,
+    scores_bytes: int = 0,
+) -> Pools:
+    """The pools of the KV cache: `asked` tokens in the first; else max_num_seqs rows of max_model_len, or what fits.
+
+    What fits is 1 GiB on a CPU; on a GPU the memory left after the recurrent states of all rows (`state_bytes`) and
+    the scores of requests with options (`scores_bytes`). A model without attention has no KV cache, so all tokens fit.
+
+    Raises:
+        CacheTooSmallError: the device has no room for a cache, or not for the given size.
+    """
+    if asked is not None:
+        first, *others = found = rows.fill(pools, asked, rows.max_num_seqs)
+        more = sum(pool.bytes for pool in others) + state_bytes
+        check_cache_fits(device, asked, first.token_bytes, f"kv_cache_tokens={asked}", more)
+        return found
+    room = _CPU_CACHE_BYTES
+    if device.type == "cuda":
+        each = sum(pool.token_bytes for pool in pools)
+        room = cache_room(device, utilization, each, state_bytes, scores_bytes)
+    return divided(room, rows.max_num_seqs * rows.max_model_len, pools, rows)
+
+
+def divided(room: int, wanted: int, pools: Pools, rows: Rows) -> Pools:
+    """Divide `room` bytes, with at most `wanted` tokens in the first group.
+
+    Windowed groups get what max_num_seqs rows need; if memory is scarce at most a quarter of it, or the share of those
+    rows of max_model_len tokens that fit.
+    """
+    whole = rows.fill(pools, wanted, rows.max_num_seqs)
+    if sum(pool.bytes for pool in whole) <= room:
+        return whole
+    first = pools[0].token_bytes
+    near = [(pool.reach, pool.token_bytes) for pool in pools if pool.reach is not None]
+    taken = [sum(size * rows.tokens(r, n) for r, size in near) for n in range(1, rows.max_num_seqs + 1)]
+    long = rows.max_model_len * first
+    count = sum(each <= _SHARE * room or each + n * long <= room for n, each in enumerate(taken, 1))
+    count = max(count, 1)
+    tokens = max((room - taken[count - 1]) // first, room // sum(pool.token_bytes for pool in pools))
+    return rows.fill(pools, min(wanted, tokens), count)
+
+
+def state_bytes(probed: TargetProbe, rows: Rows) -> int:
+    """Bytes of the states of a target's recurrent layers, of all rows; 0 without such layers."""
+    if not probed.recurrent_calls:
+        return 0
+    from attention.recurrence.states import StateGroup
+
+    group = StateGroup(probed.recurrence_specs, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
+    return group.num_slots * group.bytes_per_row(probed.model.dtype)
+
+
+def host_bytes() -> int | None:
+    """Memory of this machine; None where the system does not report it (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_counts(options: LoadOptions, max_model_len: int | None) -> None:
+    """Check counts that no model could have together; called whenever more is known of the longest request.
+
+    Raises:
+        InvalidInputError: fewer tokens in a forward than requests in a batch, pages that are longer than requests and
+            than usual, or a token table [max_num_seqs, max_model_len] that does not fit into the machine's memory.
+    """
+    rows, page_size, length = options.max_num_seqs, options.page_size, max_model_len or 1
+    if options.max_num_batched_tokens < rows:
+        raise InvalidInputError(
+            f"max_num_batched_tokens={options.max_num_batched_tokens}: {rows} requests (max_num_seqs) with one token "
+            "each need as many; lower max_num_seqs or raise it"
+        )
+    most = max(max_model_len or page_size, _LARGEST_USUAL_PAGE)
+    if page_size > most:
+        raise InvalidInputError(
+            f"page_size={page_size}: a page is longer than a request can be (max_model_len={max_model_len}), and every "
+            f"request holds at least one; allowed is {most} or less, usual are 1 to 64"
+        )
+    needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
+    if total is not None and needed > total:
+        raise InvalidInputError(
+            f"max_num_seqs={rows}, max_model_len={length}: a table of that many token ids takes {_gib(needed)}; this "
+            f"machine has {_gib(total)}; lower max_num_seqs or max_model_len"
+        )
+
+
+def check_sizes_fit(
+    config: EngineConfig,
+    device: torch.device,
+    token_bytes: int,
+    staging_bytes: int,
+    windowed_bytes: int = 0,
+    state_bytes: int = 0,
+) -> None:
+    """Check that memory can hold these sizes, before the first of them is allocated.
+
+    token_bytes: bytes of a token in the KV caches of target and head, without windowed groups. staging_bytes: a buffer
+    for the largest round. state_bytes: the recurrent states of all rows.
+
+    Raises:
+        CacheTooSmallError: the KV caches are larger than a GPU's free memory, or the machine's memory.
+        InvalidInputError: the engine's tables and staging buffers, with caches on a CPU, exceed the machine's memory.
+    """
+    pages, page, rows, length = config.num_pages, config.page_size, config.max_num_seqs, config.max_model_len
+    what = f"a KV cache of {pages} pages of page_size={page} tokens"
+    cache_bytes = check_cache_fits(device, pages * page, token_bytes, what, windowed_bytes, state_bytes)
+    tables = rows * (length + 1) * _ID_BYTES + rows * -(-length // page) * _ID_BYTES
+    buffers, total = _ARENA_COPIES * staging_bytes, host_bytes()
+    caches = cache_bytes if device.type == "cpu" else 0
+    if total is not None and caches + tables + buffers > total:
+        raise InvalidInputError(
+            f"max_num_seqs={rows}, max_num_batched_tokens={config.max_num_batched_tokens}, max_model_len={length}, "
+            f"num_speculative_tokens={config.num_speculative_tokens}: tables of tokens and pages take {_gib(tables)}, "
+            f"the buffers of the largest round {_gib(buffers)}, KV caches and states {_gib(caches)}; this machine has "
+            f"{_gib(total)}; lower one of them{', or kv_cache_tokens' if caches else ''}"
+        )
+
+
+def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -> None:
+    """Check that a GPU has room for a model's weights before it is moved.
+
+    Raises:
+        ModelLoadError: it has not.
+    """
+    if device.type != "cuda":
+        return
+    # What is on a GPU already needs no room: a model may be there in part.
+    needed = sum(stored_bytes(t) for t in chain(model.parameters(), model.buffers()) if t.device.type != "cuda")
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise ModelLoadError(
+            f"the weights of {name!r} take {_gib(needed)}; {device} has {_gib(free)} of {_gib(total)} free; take a "
+            "smaller model, or dtype='bfloat16' where the weights are wider"
+        )
+
+
+def scores_bytes(rows: int, vocab_size: int) -> int:
+    """What scores of so many logits rows take where requests have options: a copy in float32, and one it is made from.
+
+    >>> scores_bytes(32 * 6, 128_256)
+    197001216
+    """
+    return 2 * 4 * rows * vocab_size
+
+
+def cache_room(
+    device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0, scores_bytes: int = 0
+) -> int:
+    """Bytes for KV caches: free memory less others' share, 4 GiB for activations and graphs, the recurrent states,
+    and `scores_bytes`.
+
+    Raises:
+        CacheTooSmallError: not even one token fits.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    room = int(free - (1 - utilization) * total) - _RESERVE_BYTES - state_bytes - scores_bytes
+    if room < token_bytes:
+        states = f", {_gib(state_bytes)} are the recurrent states of max_num_seqs rows (fewer take less)"
+        raise CacheTooSmallError(
+            f"no room for a KV cache: {_gib(free)} of {_gib(total)} are free on {device}, "
+            f"gpu_memory_utilization={utilization} leaves "
+            f"{_gib(max(0, room + _RESERVE_BYTES + state_bytes))} of it, and {_gib(_RESERVE_BYTES)} are reserved for "
+            f"activations and graphs{states if state_bytes else ''}; raise gpu_memory_utilization or take a "
+            "smaller model"
+        )
+    return room
+
+
+def check_cache_fits(
+    device: torch.device, tokens: int, token_bytes: int, what: str, windowed_bytes: int = 0, state_bytes: int = 0
+) -> int:
+    """Check that a KV cache fits into a GPU's free memory, or into the machine's memory; returns its bytes.
+
+    Layers with windows or in chunks (`windowed_bytes`) keep no key of most of these tokens. what: the option that the
+    tokens come from, for the message.
+
+    Raises:
+        CacheTooSmallError: it does not.
+    """
+    beside = windowed_bytes + state_bytes
+    needed = tokens * token_bytes + beside
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        has = f"{_gib(free)} of {_gib(total)} free"
+    else:
+        free, has = host_bytes() or needed, f"{_gib(host_bytes() or 0)}"
+    if needed > free:
+        parts = f", {_gib(windowed_bytes)} of it for layers with windows or in chunks" if windowed_bytes else ""
+        parts += f", {_gib(state_bytes)} of it for the recurrent states of all rows" if state_bytes else ""
+        raise CacheTooSmallError(
+            f"{what} takes {_gib(needed)} ({token_bytes} bytes per token{parts}); {device} has {has}: room for "
+            f"{max(free - beside, 0) // max(token_bytes, 1)} tokens; lower kv_cache_tokens or page_size"
+            + (", or max_num_seqs" if state_bytes else "")
+        )
+    return needed
+
+
+@contextmanager
+def memory_named(device: torch.device, cache_tokens: int, cache_bytes: int) -> Iterator[None]:
+    """Name the sizes that took the memory if it runs out while the engine is built.
+
+    Raises:
+        OutOfDeviceMemoryError: in place of torch's and numpy's errors.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        now = ""
+        if isinstance(error, torch.OutOfMemoryError):  # else the host's memory
+            free, total = torch.cuda.mem_get_info(device)
+            now = f": {_gib(free)} of {_gib(total)} are free"
+        raise OutOfDeviceMemoryError(
+            f"{device} ran out of memory while the engine was built{now}; the KV "
+            f"caches of {cache_tokens} tokens take {_gib(cache_bytes)}; lower gpu_memory_utilization or "
+            f"kv_cache_tokens (smaller caches), max_num_batched_tokens (smaller activations) or max_num_seqs (fewer "
+            f"graphs)\n{error}"
+        ) from error
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -6,32 +6,43 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from drafters.checkpoints.layouts import module_names
-from specdec.errors import InvalidInputError
+from drafters.checkpoints.tensor_files import open_folder, read_json
+from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
-from specdec.loading.auto_classes import AutoClass, auto_class, model_class
-from specdec.loading.builtin import resolve
 from specdec.loading.checkpoint import (
     Checkpoint,
     check_depth,
-    check_quantisation,
     check_target_folder,
     check_weight_files,
     find_checkpoint,
 )
 from specdec.loading.load_errors import check_complete, loading_named
-from specdec.loading.memory import check_weights_fit
-from specdec.loading.objects import check_loaded_target, check_target_type
+from specdec.loading.names import resolve
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
+    QUANTO_MAP,
     Quantisation,
+    check_quantisation,
     hold_dtype,
+    load_quanto,
     method_of,
     placed_at,
     quantisation_of,
@@ -40,15 +51,133 @@ from specdec.loading.quantisation import (
     warn_of_dense,
     without_kernels,
 )
-from specdec.loading.sizes import resolve_device, resolve_dtype
+from specdec.loading.sizes import check_weights_fit
 from specdec.options import LoadOptions
 from specdec.values import short
 from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.probing import check_loaded_target
+
+_GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_WRAPPERS = {
+    "OptimizedModule": "a model compiled by torch.compile; give the model itself, cuda_graphs=True compiles it here",
+    "DataParallel": "a model wrapped in DataParallel; give the model inside, its attribute .module",
+    "DistributedDataParallel": "a model wrapped for several processes; give the model inside, its attribute .module",
+    "FullyShardedDataParallel": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
+    "FSDPModule": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
+    "PeftMixedModel": "a model with adapters of several kinds; give what its merge_and_unload() returns",
+    "SpeculativeModel": "a SpeculativeModel already; give its hf_model to wrap it anew",
+}
+"""By class name: no package is imported to recognise its classes."""
+
+
+class AutoClass(NamedTuple):
+    """An auto class, with the model classes that it loads by their configurations'."""
+
+    loader: Any
+    mapping: Any
+
+
+_CAUSAL = AutoClass(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+_AUTO_CLASSES = (
+    _CAUSAL,
+    AutoClass(AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    AutoClass(AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+)
+"""The last two: a language model inside a model that reads images or sound too."""
+
+
+def auto_class(config: PreTrainedConfig) -> AutoClass:
+    """The auto class for a configuration: the one for causal language models if it knows it, else one of wrappers.
+
+    Raises:
+        ModelLoadError: an encoder, with or without a decoder, or no language model.
+    """
+    kind, custom = type(config), getattr(config, "auto_map", None) or {}
+    found = next((each for each in _AUTO_CLASSES if kind in each.mapping or each.loader.__name__ in custom), None)
+    if found is _CAUSAL and kind in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
+        reason = "an encoder (is_decoder is false)"
+    elif found is not _CAUSAL and getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder and a decoder"
+    elif found is None:
+        reason = "no such model"
+    else:
+        return found
+    raise ModelLoadError(f"causal language models are supported, and model_type={config.model_type!r} is {reason}")
+
+
+def model_class(config: PreTrainedConfig, found: AutoClass) -> Any:
+    """The class of a configuration's model; PreTrainedModel where it is the checkpoint's own code."""
+    return found.mapping.get(type(config), PreTrainedModel)
+
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
 """Called with a target's configuration, the chosen dtype ("auto": the checkpoint's) and its device, before its
 weights are read; for a loaded model, before it is run."""
+
+
+def check_target_type(target: Any) -> None:
+    """Check that a target is a name or a loaded model.
+
+    Raises:
+        InvalidInputError: it is something else, which the message names.
+    """
+    names = {kind.__name__ for kind in type(target).__mro__}
+    found = next((text for name, text in _WRAPPERS.items() if name in names), None)
+    if found is not None:
+        raise InvalidInputError(f"the target is {found}")
+    if isinstance(target, torch.nn.Module) and not isinstance(target, PreTrainedModel):
+        raise InvalidInputError(f"the target is a plain torch module ({type(target).__name__}); {_GIVE}")
+    if not isinstance(target, (str, Path, PreTrainedModel)):
+        raise InvalidInputError(f"target={short(target)} (of type {type(target).__name__}) is no model; {_GIVE}")
+
+
+def resolve_device(device: Any) -> torch.device:
+    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA if available.
+
+    Raises:
+        InvalidInputError: the name is no device of torch, or the device is not supported or not present.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = (
+        "".join([", cuda", *(f", cuda:{i}" for i in range(count))]) if count else " (there is no CUDA device here)"
+    )
+    if device is None:
+        return torch.device("cuda" if count else "cpu")
+    try:
+        if isinstance(device, bool):  # it is an int, and True would be GPU 1
+            raise TypeError("a bool names no device")
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        kind = "" if isinstance(device, str) else f" ({type(device).__name__})"
+        raise InvalidInputError(
+            f"device={short(device)}{kind} is not a torch device: allowed are cpu{present}"
+        ) from error
+    if place.type == "cpu":
+        return torch.device("cpu")
+    reason = "CPU and CUDA are supported"
+    if place.type == "cuda" and not count:
+        reason = "torch finds no CUDA device on this machine"
+    elif place.type == "cuda":
+        if place.index is None or place.index < count:
+            return place
+        reason = "this machine has no such GPU"
+    raise InvalidInputError(f"device={short(device)}: {reason}; allowed are cpu{present}")
+
+
+def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
+    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+
+    Raises:
+        InvalidInputError: no dtype of models.
+    """
+    if isinstance(dtype, str) and dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
+        raise InvalidInputError(f"dtype={short(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
+    return found
 
 
 def load_target(
@@ -68,28 +197,26 @@ def load_target(
             fit (see `specdec.loading.load_errors`), or the device has no room for it.
         UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
-    check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
+        check_target_folder(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
-        check_depth(config.to_dict(), f"cannot load the target model {checkpoint.name!r}")
-        found = auto_class(config, checkpoint.name)
+        check_depth(config.to_dict())
+        found = auto_class(config)
         stored = stored_quantisation(config)
-        method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
+        method = check_quantisation(stored)
         place = placed_at(method, device)
         if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # the name of another file
-            check_weight_files(Path(checkpoint.path), f"cannot load the target model {checkpoint.name!r}")
+            check_weight_files(Path(checkpoint.path))
         if on_config is not None:
             on_config(config, dtype, device)
         if checkpoint.is_quanto:
-            from specdec.loading.quanto import load_quanto
-
-            method = "quanto"
-            model, stored = load_quanto(checkpoint, found.loader, config, dtype)
+            layers = read_json(Path(checkpoint.path) / QUANTO_MAP)
+            model, info = load_quanto(open_folder(checkpoint.path), layers, found.loader, config, dtype)
+            check_complete(model, info)
+            kinds = sorted({f"{name}={how[name]}" for how in layers.values() for name in ("weights", "activations")})
+            method, stored = "quanto", {"quant_method": "quanto", "weights": ", ".join(kinds)}
         else:
-            kept = _kept_in_mxfp4(config, method, dtype, device, group)
-            if method is not None and kept is None and without_kernels(method, device):
-                config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
-            with kept or nullcontext():
+            with _own_quantizer(checkpoint, config, stored or {}, dtype, device, group):
                 model = _from_pretrained(checkpoint, config, found, dtype, place, group)
     settle(model)
     hold_dtype(model, method, dtype)
@@ -107,15 +234,25 @@ def load_target(
     return placed, quantisation
 
 
-def _kept_in_mxfp4(
-    config: PreTrainedConfig, method: str | None, dtype: torch.dtype | str, device: torch.device, group: Group
-) -> AbstractContextManager[None] | None:
-    """A context in which the experts stay in 4 bits; None where they do not, see `stays_in_mxfp4`."""
-    if method != "mxfp4":
-        return None
-    from specdec.wrapped.mxfp4 import kept_in_mxfp4, stays_in_mxfp4
+def _own_quantizer(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    stored: Mapping[str, Any],
+    dtype: torch.dtype | str,
+    device: torch.device,
+    group: Group,
+) -> AbstractContextManager[None]:
+    """A context in which a target is loaded by a quantizer of ours, where transformers' own does not serve."""
+    method = method_of(stored)
+    if method in ("fp8", "mxfp4"):
+        from specdec.wrapped.quantised_layers import loaded_by, own_quantizer
 
-    return kept_in_mxfp4() if stays_in_mxfp4(config, method, dtype, device, group is ALONE) else None
+        found = own_quantizer(config, stored, dtype, device, checkpoint.name, group is ALONE)
+        if found is not None:
+            return loaded_by(method, found)
+    if method is not None and without_kernels(method, device):
+        config.quantization_config = {**stored, "dequantize": True}  # transformers would do so silently
+    return nullcontext()
 
 
 def _from_pretrained(
@@ -129,7 +266,7 @@ def _from_pretrained(
     """The checkpoint through transformers, or this process's share of it in a group; `place`: see `placed_at`."""
     reading = group.reading(config, found)
     quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
-    with _module_tensors_expected(config, found), _quantiser(config, checkpoint.name), quiet, reading.while_reading():
+    with _module_tensors_expected(config, found), quiet, reading.while_reading():
         loaded: Any = found.loader.from_pretrained(
             checkpoint.path,
             config=config,
@@ -144,18 +281,9 @@ def _from_pretrained(
         )
     model: PreTrainedModel
     model, info = loaded
-    check_complete(checkpoint.name, model, info)
+    check_complete(model, info)
     reading.finish(model)
     return model
-
-
-def _quantiser(config: PreTrainedConfig, name: str) -> AbstractContextManager[None]:
-    """A context in which a target of this configuration is loaded; see `specdec.wrapped.fp8.fp8_checkpoint`."""
-    if method_of(stored_quantisation(config) or {}) != "fp8":
-        return nullcontext()
-    from specdec.wrapped.fp8 import fp8_checkpoint
-
-    return fp8_checkpoint(config, name)
 
 
 @contextmanager
@@ -208,33 +336,32 @@ def open_target(
     """
     target = unwrapped(target)
     check_target_type(target)
-    dtype, device, revision = options.dtype, options.device, options.revision
-    adapter, merge_adapter, trust_remote_code = options.adapter, options.merge_adapter, options.trust_remote_code
     if not isinstance(target, PreTrainedModel):
-        place = resolve_device(device)
-        kind = resolve_dtype(dtype, place)
-        checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
+        place = resolve_device(options.device)
+        kind = resolve_dtype(options.dtype, place)
+        found = find_checkpoint(target, options.revision, options.trust_remote_code)
+        checkpoint = with_adapter(found, options.adapter, options.merge_adapter)
         model, quantisation = load_target(checkpoint, kind, place, on_config, group)
         check_loaded_target(model)
         return model, replace(checkpoint, quantisation=quantisation)
-    if not isinstance(dtype, str) or dtype != "auto" or device is not None:
-        raise InvalidInputError(
-            f"dtype={short(dtype)}, device={short(device)}: the model is loaded already ({target.dtype}, "
-            f"{target.device}); move it with model.to(…) before"
-        )
-    if adapter is not None or merge_adapter != "auto":
-        raise InvalidInputError(
-            f"adapter={short(adapter)}, merge_adapter={merge_adapter!r}: the model is loaded already; give "
-            "peft.PeftModel.from_pretrained(model, adapter) as the target, or what its merge_and_unload() returns"
-        )
-    if revision is not None:
-        raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
+    for names, advice in (
+        (("dtype", "device"), f" ({target.dtype}, {target.device}); move it with model.to(…) before"),
+        (
+            ("adapter", "merge_adapter"),
+            "; give peft.PeftModel.from_pretrained(model, adapter) as the target, or its merge_and_unload()",
+        ),
+        (("revision",), "; leave it out"),
+    ):
+        if any(getattr(options, name) != getattr(LoadOptions, name) for name in names):
+            given = ", ".join(f"{name}={short(getattr(options, name))}" for name in names)
+            raise InvalidInputError(f"{given}: the model is loaded already{advice}")
     check_loaded_target(target)
     without_unpickled(target)
     settle(target)
     on_config(target.config, target.dtype, target.device)
-    name, found = target.name_or_path, quantisation_of(target, None)
-    warn_of_dense(name or type(target).__name__, target, found)
+    name, quantisation = target.name_or_path, quantisation_of(target, None)
+    warn_of_dense(name or type(target).__name__, target, quantisation)
     if not name:
         return target, None
-    return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code, quantisation=found)
+    trusted = options.trust_remote_code
+    return target, Checkpoint(name, resolve(name), trust_remote_code=trusted, quantisation=quantisation)

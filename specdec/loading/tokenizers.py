@@ -62,8 +62,8 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     with loading_named(checkpoint, "the tokenizer of"):
         if checkpoint.is_folder and not any(_FILE.search(name) for name in os.listdir(checkpoint.path)):
             raise ModelLoadError(  # transformers would make an empty tokenizer, or raise that sentencepiece is missing
-                f"cannot load the tokenizer of {checkpoint.name!r}: the folder has none (tokenizer.json, "
-                "tokenizer.model, …); give tokenizer=…, the folder or hub name of one, or a tokenizer"
+                "the folder has none (tokenizer.json, tokenizer.model, …); give tokenizer=…, the folder or hub name of "
+                "one, or a tokenizer"
             )
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
         if getattr(tokenizer, "chat_template", None) is None:

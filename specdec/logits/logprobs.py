@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from attention.batch.host import BatchExtra
+from attention.cached import cached_property
 from attention.checking import require
-from specdec.logits.extra import filters_of
-from specdec.logits.processing import on_device
+from specdec.logits.extra import DecidedColumns
+from specdec.logits.processing import filters_of, on_device
 from specdec.requests.logprobs import PromptLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
 from specdec.requests.target_probs import target_probs, warped
 from specdec.rounds.extras import Decision, RoundExtra
-from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.rounds.rows import RowTable, Schedule
 
 MOST_PROMPT_ROWS = 512
 """Rows of logits of prompts in one round, of a small vocabulary."""
@@ -35,10 +36,16 @@ def prompt_rows(vocab_size: int) -> int:
 
 
 class PromptPart(NamedTuple):
-    """Prompt tokens of one request that get log-probabilities in one round. places: their positions."""
+    """Prompt tokens of one request that get log-probabilities in one round.
+
+    places: [n] their positions. tokens: [n] int64 their ids. rows: [n] token rows of the batch whose logits predict
+    them.
+    """
 
     asked: PromptLogprobs
-    places: range
+    places: np.ndarray
+    tokens: np.ndarray
+    rows: np.ndarray
 
 
 class WholeRows(NamedTuple):
@@ -62,22 +69,23 @@ class AskingRows:
         params: [m] of rows with log-probabilities of new tokens. places: [m] int64 their index among the J decided
             rows.
         whole: rows with logits or scores.
-        prompts: prompt tokens with log-probabilities, N in all; next_tokens: [N] int64 their ids.
-        more_logits: [N] int64 token rows of the batch whose logits predict them, see `NeedsLogits`.
+        prompts: prompt tokens with log-probabilities, N in all.
     """
 
     params: tuple[SamplingParams, ...]
     places: np.ndarray
     whole: tuple[WholeRows, ...]
     prompts: tuple[PromptPart, ...]
-    next_tokens: np.ndarray
-    more_logits: np.ndarray
     what: ClassVar[str] = "log-probabilities"
+
+    @cached_property
+    def more_logits(self) -> np.ndarray:
+        """[N] int64, see `NeedsLogits`."""
+        return np.concatenate([np.zeros(0, np.int64), *(part.rows for part in self.prompts)])
 
     def validate(self, query_lens: np.ndarray) -> None:
         """See `BatchExtra.validate`."""
         require(len(self.params) == len(self.places) <= len(query_lens), "log-probabilities of other rows")
-        require(len(self.more_logits) == len(self.next_tokens), "log-probabilities of other prompt tokens")
         require(bool((self.more_logits < query_lens.sum()).all()), "log-probabilities of tokens of no row")
 
 
@@ -107,7 +115,8 @@ class Logprobs(RoundExtra):
         if own.params:
             tokens = _of_tokens(own, decision)
         if own.prompts:
-            targets = on_device(own.next_tokens, decision.logits.device)[:, None]
+            tokens_after = np.concatenate([part.tokens for part in own.prompts])
+            targets = on_device(tokens_after, decision.logits.device)[:, None]
             found = decision.logits[-len(targets) :].float().log_softmax(1)
             prompts = [_described(found, targets, max(part.asked.count for part in own.prompts))]
         whole = [_whole_row(each, decision) for each in own.whole]
@@ -168,49 +177,26 @@ def _tensors(params: Sequence[SamplingParams], device: torch.device) -> Sampling
     return SamplingTensors(*(on_device(column, device) for column in values.columns), filters=values.filters)
 
 
-class AskingColumns(ExtraColumns):
+class AskingColumns(DecidedColumns[SamplingParams]):
     """Parameters of rows whose requests asked for log-probabilities, logits or scores."""
 
     def __init__(self, max_rows: int, most_prompt_rows: int = MOST_PROMPT_ROWS) -> None:
-        self.params: list[SamplingParams | None] = [None] * max_rows
+        super().__init__(max_rows)
         self._most = most_prompt_rows
-        self.idle = True
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
         """See `ExtraColumns.open`."""
         asks = bool(params.told)
         if asks and filters_of(params) is not None:  # `ChangedLogits` has applied all filters to the scores already
             params = replace(params, top_k=0, top_p=1.0, min_p=0.0)
-        self.params[row] = params if asks else None
+        self.own[row] = params if asks else None
         self.idle = self.idle and not asks
-
-    def close(self, row: int) -> None:
-        """See `ExtraColumns.close`."""
-        self.params[row] = None
 
     def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
         """See `ExtraColumns.chunk`: limits the prompt tokens with log-probabilities in one round."""
         _, asked = self._prompt_part(table, row, count)
         free = self._most - sum(len(self._prompt_part(table, *other)[1]) for other in others)
         return count if len(asked) <= free else asked[0] - int(table.computed[row]) + free
-
-    def scheduled(self, table: RowTable, schedule: Schedule) -> AskingRows | None:
-        """See `ExtraColumns.scheduled`."""
-        bonus = table.computed[schedule.rows] + schedule.num_new
-        decided = np.flatnonzero(bonus == table.length[schedule.rows])
-        return self._asking(table, schedule, decided, bonus)
-
-    def after(
-        self,
-        table: RowTable,
-        last: BatchExtra | None,
-        schedule: Schedule,
-        start: np.ndarray,
-        num_accepted: np.ndarray,
-        tokens: np.ndarray | None,
-    ) -> AskingRows | None:
-        """See `ExtraColumns.after`."""
-        return None if last is None else self._asking(table, schedule, np.arange(len(start)), start + schedule.num_new)
 
     def commit(
         self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
@@ -220,57 +206,46 @@ class AskingColumns(ExtraColumns):
             return
         _, *others = notes
         if committed.prompts:
-            each = zip(others.pop(0), committed.next_tokens.tolist(), strict=True)
+            found = iter(others.pop(0))
             for part in committed.prompts:
-                for position in part.places:
-                    found, token = next(each)
-                    part.asked.tell(position, of_notes(token, found, part.asked.count))
-        for whole, found in zip(committed.whole, others[0] if others else (), strict=True):
-            whole.told.tell(whole.position, found)
+                for position, token in zip(part.places.tolist(), part.tokens.tolist(), strict=True):
+                    part.asked.tell(position, of_notes(token, next(found), part.asked.count))
+        for whole, rows_of_it in zip(committed.whole, others[0] if others else (), strict=True):
+            whole.told.tell(whole.position, rows_of_it)
 
     def _prompt_part(self, table: RowTable, row: int, count: int) -> tuple[PromptLogprobs | None, range]:
         """Positions, among the next `count` tokens of a row, whose logits its request needs."""
-        params = self.params[row]
+        params = self.own[row]
         if params is None or not isinstance(params.prompt_logprobs, PromptLogprobs):
             return None, range(0)
         asked, first = params.prompt_logprobs, int(table.computed[row])
         return asked, range(max(first, asked.next_row), min(first + count, int(table.prompt[row]) - 1))
 
-    def _asking(
-        self, table: RowTable, schedule: Schedule, decided: np.ndarray, positions: np.ndarray
-    ) -> AskingRows | None:
-        """decided: [J] places of the decided rows in the batch; positions: [B] of each row's first new token."""
-        asking = [(i, own) for i, row in enumerate(schedule.rows) if (own := self.params[row]) is not None]
-        if not asking:
-            return None
-        places = {int(i): j for j, i in enumerate(decided)}
-        logprobs = [(own, places[i]) for i, own in asking if i in places and own.logprobs is not None]
+    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: np.ndarray) -> AskingRows | None:
+        """See `DecidedColumns.arrays`."""
+        asking = [(i, own) for i, row in enumerate(schedule.rows) if (own := self.own[row]) is not None]
+        logprobs = [(own, i) for i, own in asking if i < count and own.logprobs is not None]
         whole = tuple(
-            WholeRows(told, own, places[i], int(positions[i]), name == "return_logits")
+            WholeRows(told, own, i, int(length[i]), name == "return_logits")
             for i, own in asking
             for name in ("return_logits", "return_scores")
-            if i in places and isinstance(told := getattr(own, name), TokenRows)
+            if i < count and isinstance(told := getattr(own, name), TokenRows)
         )
-        prompts, more, next_tokens = self._prompts(table, schedule, [i for i, _ in asking])
+        prompts = self._prompts(table, schedule, [i for i, _ in asking])
         if not (logprobs or whole or prompts):
             return None
-        rows = np.array([place for _, place in logprobs], np.int64)
-        return AskingRows(tuple(own for own, _ in logprobs), rows, whole, prompts, next_tokens, more)
+        places = np.array([place for _, place in logprobs], np.int64)
+        return AskingRows(tuple(own for own, _ in logprobs), places, whole, prompts)
 
-    def _prompts(
-        self, table: RowTable, schedule: Schedule, asking: Sequence[int]
-    ) -> tuple[tuple[PromptPart, ...], np.ndarray, np.ndarray]:
-        """Prompt tokens with log-probabilities; [N] rows of the batch, [N] tokens after them. asking: places in the
-        batch.
-        """
-        starts = np.cumsum(schedule.num_new + schedule.num_drafts) - schedule.num_new - schedule.num_drafts
-        parts, none = list[PromptPart](), np.zeros(0, np.int64)
-        more, following = [none], [none]
+    def _prompts(self, table: RowTable, schedule: Schedule, asking: Sequence[int]) -> tuple[PromptPart, ...]:
+        """Prompt tokens with log-probabilities of the rows at these places in the batch."""
+        starts, parts = np.cumsum(schedule.num_new + schedule.num_drafts), list[PromptPart]()
+        starts -= schedule.num_new + schedule.num_drafts
         for i in asking:
             row = int(schedule.rows[i])
             asked, needed = self._prompt_part(table, row, int(schedule.num_new[i]))
             if asked is not None and needed:
-                parts.append(PromptPart(asked, range(needed.start + 1, needed.stop + 1)))
-                more.append(starts[i] + np.arange(needed.start, needed.stop) - table.computed[row])
-                following.append(table.tokens[row, needed.start + 1 : needed.stop + 1].astype(np.int64))
-        return tuple(parts), np.concatenate(more), np.concatenate(following)
+                before = np.arange(needed.start, needed.stop)
+                tokens = table.tokens[row, before + 1].astype(np.int64)
+                parts.append(PromptPart(asked, before + 1, tokens, starts[i] + before - table.computed[row]))
+        return tuple(parts)

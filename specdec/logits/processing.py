@@ -10,7 +10,7 @@ suppressed ids, as in vllm-project/vllm, vllm/v1/sample/sampler.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,43 +20,44 @@ import torch
 from transformers.generation import logits_process as hf
 
 from attention.cached import cached_property
-from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
-from specdec.logits.prefixes import Prefixes
-from specdec.options.logits_options import OFF
+from specdec.logits.forms import (
+    TokenPrefixes,
+    add_sequence_bias,
+    ban_repeated_ngrams,
+    penalise_tokens,
+    subtract_counts,
+)
+from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT
+from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors
 
 _NEVER = float("-inf")
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Temperature and all filters of a sampled request, in the order in which they apply; None and 0 are off."""
+_WARPERS: dict[str, Callable[..., hf.LogitsProcessor]] = {
+    "temperature": hf.TemperatureLogitsWarper,
+    "top_h": hf.TopHLogitsWarper,
+    "top_k": hf.TopKLogitsWarper,
+    "top_p": hf.TopPLogitsWarper,
+    "min_p": hf.MinPLogitsWarper,
+    "typical_p": hf.TypicalLogitsWarper,
+    "epsilon_cutoff": hf.EpsilonLogitsWarper,
+    "eta_cutoff": hf.EtaLogitsWarper,
+}
+"""Temperature and filters of sampled requests in the order in which they apply, and transformers' classes for them."""
+_OFF = {**OFF, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+Filters = tuple[float | None, ...]
+"""Values of a sampled request for the options in `_WARPERS`."""
 
-    temperature: float
-    top_h: float | None
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float | None
-    epsilon_cutoff: float | None
-    eta_cutoff: float | None
 
-    def warpers(self, device: torch.device) -> list[hf.LogitsProcessor]:
-        """transformers' classes for them. device: where the scores are."""
-        found: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(self.temperature)]
-        every: tuple[tuple[Any, Any, Any], ...] = (
-            (hf.TopHLogitsWarper, self.top_h, None),
-            (hf.TopKLogitsWarper, self.top_k, 0),
-            (hf.TopPLogitsWarper, self.top_p, 1.0),
-            (hf.MinPLogitsWarper, self.min_p, 0.0),
-            (hf.TypicalLogitsWarper, self.typical_p, None),
-            (hf.EpsilonLogitsWarper, self.epsilon_cutoff, None),
-            (partial(hf.EtaLogitsWarper, device=str(device)), self.eta_cutoff, None),
-        )
-        for kind, own, off in every:
-            if own is not None and own != off:
-                found.append(kind(own))
-        return found
+def filters_of(params: SamplingParams) -> Filters | None:
+    """All filters of a sampled request that sets one of `SAMPLED_ONLY`: they are applied here, in their order.
+
+    None where the round applies them, and of a greedy request.
+    """
+    if params.greedy or not params.settings.keys() & set(SAMPLED_ONLY):
+        return None
+    return tuple(getattr(params, name) for name in _WARPERS)
 
 
 @dataclass(frozen=True)
@@ -64,27 +65,32 @@ class Subject:
     """One request, as its options see it.
 
     Attributes:
-        settings: its options that do something, by name (see `LogitsOptions`).
+        params: of the request, with its own copies of the user's code.
         prompt_len: tokens of its prompt. limit: most tokens, of prompt and new ones. ends: token ids that end it.
-        filters: all filters of a sampled request, if they are applied here; None if the round applies them.
-        processors, prefix_function: the user's code, see `RequestProcessors`. watch: gets the largest score after all
-            options.
-        temperature: 0 of a greedy request.
     """
 
-    settings: Mapping[str, Any]
+    params: SamplingParams
     prompt_len: int
     limit: int
     ends: tuple[int, ...]
-    filters: Filters | None = None
-    processors: RequestProcessors | None = None
-    prefix_function: RequestProcessors | None = None
-    watch: RequestProcessors | None = None
-    temperature: float = 0.0
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Options that change its scores, by name; filters are not among them."""
+        left = (*SAMPLED_ONLY, *WITHOUT_EFFECT)
+        return {name: own for name, own in self.params.settings.items() if name not in left}
 
     def get(self, name: str) -> Any:
         """An option; its value for off where it is not set."""
         return self.settings.get(name, OFF[name])
+
+    @property
+    def watch(self) -> RequestProcessors | None:
+        """Gets the largest score after all options."""
+        own = self.params
+        found = own.logits_processor or own.prefix_allowed_tokens_fn or own.watch
+        assert found is None or isinstance(found, RequestProcessors), "not copied for its request"
+        return found
 
     @cached_property
     def rules(self) -> tuple[tuple[int, Hashable], ...]:
@@ -92,13 +98,17 @@ class Subject:
         settings = ((place, setting(self)) for place, (setting, _) in enumerate(RULES))
         return tuple((place, own) for place, own in settings if own)
 
+    @property
+    def has_code(self) -> bool:
+        """Whether code of the user's changes its scores."""
+        return not self.params.logits_processor is self.params.prefix_allowed_tokens_fn is None
+
     @cached_property
     def reads_prefix(self) -> bool:
         """Whether any option needs the tokens before a position, not just their number."""
-        if self.processors is not None or self.prefix_function is not None:
-            return True
         sequences = (*self.get("sequence_bias"), *_bad_words(self))
-        return any(name in self.settings for name in _OF_TOKENS) or any(len(ids) > 1 for ids, _ in sequences)
+        longer = any(len(ids) > 1 for ids, _ in sequences)
+        return self.has_code or longer or any(name in self.settings for name in _OF_TOKENS)
 
 
 _OF_TOKENS = (
@@ -108,7 +118,7 @@ _OF_TOKENS = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class LogitsRows:
     """N logits rows of requests with options.
 
     Attributes:
@@ -118,12 +128,12 @@ class Rows:
 
     subjects: tuple[Subject, ...]
     lens: np.ndarray
-    prefixes: Prefixes
+    prefixes: TokenPrefixes
 
-    def some(self, index: Sequence[int]) -> Rows:
+    def some(self, index: Sequence[int]) -> LogitsRows:
         """Some of them, in this order."""
         at = on_device(np.array(index, np.int64), self.prefixes.ids.device)
-        return Rows(tuple(self.subjects[n] for n in index), self.lens[list(index)], self.prefixes.rows(at))
+        return LogitsRows(tuple(self.subjects[n] for n in index), self.lens[list(index)], self.prefixes.rows(at))
 
     def floats(self, name: str) -> torch.Tensor:
         """[N] float32, an option of each row."""
@@ -134,12 +144,12 @@ class Rows:
         return self.prefixes.ids.device
 
 
-Rule = tuple[Callable[[Subject], Hashable], Callable[[torch.Tensor, Rows, Any], None]]
+Rule = tuple[Callable[[Subject], Any], Callable[[torch.Tensor, LogitsRows, Any], None]]
 """A rule's setting for a request (False, None, 0 or () if it is off), and the change of the scores [N, V+1] of rows
 with equal settings."""
 
 
-def process(scores: torch.Tensor, rows: Rows) -> None:
+def process(scores: torch.Tensor, rows: LogitsRows) -> None:
     """Change scores [N, V+1] float32 in place by the options of their rows; the last column is no token's."""
     groups: dict[tuple[int, Hashable], list[int]] = {}
     for n, subject in enumerate(rows.subjects):
@@ -154,10 +164,10 @@ def process(scores: torch.Tensor, rows: Rows) -> None:
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
-    if watched := [(n, s.watch, s.temperature) for n, s in enumerate(rows.subjects) if s.watch is not None]:
+    if watched := [(n, s.params, watch) for n, s in enumerate(rows.subjects) if (watch := s.watch) is not None]:
         largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)  # the device is not waited for
-        for n, watch, temperature in watched:
-            watch.note_largest(int(rows.lens[n]), largest, n, temperature)
+        for n, params, watch in watched:
+            watch.note_largest(int(rows.lens[n]), largest, n, params.temperature)
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -179,7 +189,7 @@ def _ids(ids: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
     return on_device(kept, scores.device)
 
 
-def _sequence_bias(scores: torch.Tensor, rows: Rows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
+def _sequence_bias(scores: torch.Tensor, rows: LogitsRows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
     most = max(len(ids) for ids, _ in biases)
     table = np.array([(0,) * (most - len(ids)) + ids for ids, _ in biases], np.int64)
     lens = np.array([len(ids) for ids, _ in biases], np.int64)
@@ -187,28 +197,28 @@ def _sequence_bias(scores: torch.Tensor, rows: Rows, biases: tuple[tuple[tuple[i
     add_sequence_bias(scores, rows.prefixes, *(on_device(each, scores.device) for each in (table, lens, values)))
 
 
-def _logit_bias(scores: torch.Tensor, rows: Rows, biases: tuple[tuple[int, float], ...]) -> None:
+def _logit_bias(scores: torch.Tensor, rows: LogitsRows, biases: tuple[tuple[int, float], ...]) -> None:
     known = [(token, bias) for token, bias in biases if token < scores.shape[1] - 1]
     at = on_device(np.array([token for token, _ in known], np.int64), scores.device)
     scores[:, at] += on_device(np.array([bias for _, bias in known], np.float32), scores.device)
 
 
-def _encoder_repetition(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+def _encoder_repetition(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
     own = rows.prefixes.there & rows.prefixes.prompt_mask()
     # The inverse, as in transformers: above 1 the option favours tokens of the prompt.
     inverse = 1 / np.array([s.get("encoder_repetition_penalty") for s in rows.subjects])
     penalise_tokens(scores, rows.prefixes.ids, own, on_device(inverse.astype(np.float32), scores.device))
 
 
-def _repetition(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+def _repetition(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
     penalise_tokens(scores, rows.prefixes.ids, rows.prefixes.there, rows.floats("repetition_penalty"))
 
 
-def _counts(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+def _counts(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
     subtract_counts(scores, rows.prefixes, rows.floats("frequency_penalty"), rows.floats("presence_penalty"))
 
 
-def _ngrams(scores: torch.Tensor, rows: Rows, size: int, in_prompt: bool = False) -> None:
+def _ngrams(scores: torch.Tensor, rows: LogitsRows, size: int, in_prompt: bool = False) -> None:
     ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=in_prompt)
 
 
@@ -217,17 +227,17 @@ def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
     return tuple((ids, _NEVER) for ids in subject.get("bad_words_ids") if ids not in ends)
 
 
-def _no_end_yet(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+def _no_end_yet(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
     least = (max(s.get("min_length"), s.prompt_len + s.get("min_new_tokens")) for s in rows.subjects)
     early = [n for n, most in enumerate(least) if rows.lens[n] < most]
     _write(scores, ((n, end) for n in early for end in rows.subjects[n].ends), _NEVER)
 
 
-def _forced_first(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+def _forced_first(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     _force(scores, [n for n, length in enumerate(rows.lens) if length == 1], tokens)
 
 
-def _forced_last(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+def _forced_last(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     _force(scores, [n for n, s in enumerate(rows.subjects) if rows.lens[n] == s.limit - 1], tokens)
 
 
@@ -238,11 +248,11 @@ def _force(scores: torch.Tensor, rows: list[int], tokens: tuple[int, ...]) -> No
         _write(scores, ((n, token) for n in rows for token in tokens), 0.0)
 
 
-def _finite(scores: torch.Tensor, rows: Rows, _: bool) -> None:
+def _finite(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
     scores[:, :-1] = hf.InfNanRemoveLogitsProcessor()(None, scores[:, :-1])
 
 
-def _decay(scores: torch.Tensor, rows: Rows, decay: tuple[int, float]) -> None:
+def _decay(scores: torch.Tensor, rows: LogitsRows, decay: tuple[int, float]) -> None:
     start, factor = decay
     over = [int(length) - s.prompt_len - start for s, length in zip(rows.subjects, rows.lens, strict=True)]
     late = [(n, end, more) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
@@ -256,18 +266,18 @@ def _decay(scores: torch.Tensor, rows: Rows, decay: tuple[int, float]) -> None:
         scores.index_put_((at[:, 0], at[:, 1]), own + added)
 
 
-def _suppress(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+def _suppress(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     scores[:, _ids(tokens, scores)] = _NEVER
 
 
-def _allow(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+def _allow(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     at = _ids(tokens, scores)
     kept = scores[:, at]
     scores[:, :-1] = _NEVER
     scores[:, at] = kept
 
 
-def _suppress_first(scores: torch.Tensor, rows: Rows, tokens: tuple[int, ...]) -> None:
+def _suppress_first(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     first = [n for n, s in enumerate(rows.subjects) if rows.lens[n] == _begin(s)]
     _write(scores, ((n, token) for n in first for token in tokens), _NEVER)
 
@@ -278,19 +288,21 @@ def _begin(subject: Subject) -> int:
     return subject.prompt_len + forced
 
 
-def _by_the_user(scores: torch.Tensor, rows: Rows, own: RequestProcessors) -> None:
+def _by_the_user(scores: torch.Tensor, rows: LogitsRows, own: RequestProcessors) -> None:
     own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
 
 
-def _filtered(scores: torch.Tensor, rows: Rows, filters: Filters) -> None:
+def _filtered(scores: torch.Tensor, rows: LogitsRows, filters: Filters) -> None:
     """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
     afterwards, by which the round divides them. Rows without a token stay as they are: some classes raise for these."""
     given = scores[:, :-1]
     lost = ~given.amax(1, keepdim=True).isfinite()
     found = given.masked_fill(lost, 0.0)
-    for warper in filters.warpers(scores.device):
-        found = warper(None, found)
-    scores[:, :-1] = torch.where(lost, given, found * filters.temperature)
+    for (name, kind), own in zip(_WARPERS.items(), filters, strict=True):
+        if own is not None and own != _OFF.get(name):
+            device = {"device": str(scores.device)} if name == "eta_cutoff" else {}
+            found = kind(own, **device)(None, found)
+    scores[:, :-1] = torch.where(lost, given, found * (filters[0] or 1.0))
 
 
 def _set(*names: str) -> Callable[[Subject], Hashable]:
@@ -318,7 +330,7 @@ RULES: tuple[Rule, ...] = (
     (_value("encoder_no_repeat_ngram_size"), partial(_ngrams, in_prompt=True)),
     (_bad_words, _sequence_bias),
     (_set("min_length", "min_new_tokens"), _no_end_yet),
-    (lambda subject: subject.prefix_function, _by_the_user),
+    (lambda subject: subject.params.prefix_allowed_tokens_fn, _by_the_user),
     (_first_token, _forced_first),
     (_value("forced_eos_token_id"), _forced_last),
     (_set("remove_invalid_values"), _finite),
@@ -326,7 +338,7 @@ RULES: tuple[Rule, ...] = (
     (_value("suppress_tokens"), _suppress),
     (_value("allowed_token_ids"), _allow),
     (_value("begin_suppress_tokens"), _suppress_first),
-    (lambda subject: subject.processors, _by_the_user),
-    (lambda subject: subject.filters, _filtered),
+    (lambda subject: subject.params.logits_processor, _by_the_user),
+    (lambda subject: filters_of(subject.params), _filtered),
 )
 """In the order in which they apply."""

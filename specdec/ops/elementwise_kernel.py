@@ -1,4 +1,7 @@
-"""Triton kernels of gated activation, RMS norm and rotary embedding. Imported on CUDA only."""
+"""Triton kernels of gated activation, RMS norm and rotary embedding. Imported on CUDA only.
+
+Results in 8 bits are rounded to half precision before, so that nothing depends on whether the two were fused.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +10,96 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from specdec.ops.fp8_kernel import quantised
 
+_GROUP = tl.constexpr(128)
 _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def silu_product(gate, up):  # type: ignore[no-untyped-def]
-    """silu(gate) · up in float32, of values of any shape and dtype."""
-    gate = gate.to(tl.float32)
-    return gate / (1 + tl.exp(-gate)) * up.to(tl.float32)
+def _store(  # type: ignore[no-untyped-def]
+    values, start, token, out_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store a token's values [BLOCK] from column `start` on; where there are scales, in 8 bits and a scale a group."""
+    if scale_ptr is None:
+        column = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + token * WIDTH + column, values, mask=column < WIDTH)
+    else:
+        groups = tl.reshape(values.to(tl.float32), (BLOCK // _GROUP, _GROUP))  # [G, 128]
+        rounded, scale = quantised(groups, out_ptr.dtype.element_ty)
+        group = start // _GROUP + tl.arange(0, BLOCK // _GROUP)  # [G]
+        place = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [G, 128]
+        tl.store(out_ptr + token * WIDTH + place, rounded, mask=place < WIDTH)
+        tl.store(scale_ptr + token * tl.cdiv(WIDTH, _GROUP) + group, scale, mask=group * _GROUP < WIDTH)
 
 
 @triton.jit
 def _silu_product_kernel(  # type: ignore[no-untyped-def]
     gate_ptr,  # [T, F]
     up_ptr,  # [T, F]
-    out_ptr,  # [T, F] contiguous
+    out_ptr,  # [T, F] contiguous; e4m3 with scales
+    scale_ptr,  # [T, G] contiguous, float32, or None
     gate_stride, up_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # scalar, [BLOCK]
+    token, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = start + tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
     gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0)  # [BLOCK]
     up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0)  # [BLOCK]
-    tl.store(out_ptr + token * WIDTH + column, silu_product(gate, up).to(out_ptr.dtype.element_ty), mask=inside)
+    wide = gate.to(tl.float32)
+    product = (wide / (1 + tl.exp(-wide)) * up.to(tl.float32)).to(gate.dtype)
+    _store(product, start, token, out_ptr, scale_ptr, WIDTH, BLOCK)
 
 
 def launch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """See `specdec.ops.elementwise`."""
-    rows, others = token_rows(gate), token_rows(up)
-    tokens, width = rows.shape
     out = gate.new_empty(gate.shape)
-    _silu_product_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        rows, others, out, rows.stride(0), others.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS,
-        **dependent_launch(gate.device),
-    )  # fmt: skip
+    _launch_silu_product(gate, up, out, None)
     return out
 
 
-def token_rows(x: torch.Tensor) -> torch.Tensor:
+def launch_silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.ops.fp8`."""
+    out, scales = _eight_bits(gate)
+    _launch_silu_product(gate, up, out, scales)
+    return out, scales
+
+
+def _launch_silu_product(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -> None:
+    rows, others = _token_rows(gate), _token_rows(up)
+    tokens, width = rows.shape
+    _silu_product_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        rows, others, out, scales, rows.stride(0), others.stride(0), WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS,
+        **dependent_launch(gate.device),
+    )  # fmt: skip
+
+
+def _eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results in 8 bits of the shape of x [1, T, F] or [T, F]: e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
+    tokens, width = x.shape[-2:]
+    out = x.new_empty(tokens, width, dtype=torch.float8_e4m3fn)
+    return out, x.new_empty(tokens, triton.cdiv(width, 128), dtype=torch.float32)
+
+
+def _token_rows(x: torch.Tensor) -> torch.Tensor:
     """x [1, T, F] or [T, F] -> [T, F], values of a row side by side."""
     rows = x[0] if x.ndim == 3 else x
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @triton.jit
-def normed_token(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, sum_ptr,
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [T, H]
+    residual_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    sum_ptr,  # [T, H] contiguous
+    out_ptr,  # [T, H] contiguous; e4m3 with scales
+    scale_ptr,  # [T, G] contiguous, float32, or None
     x_stride, residual_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program's token, and its normed values [BLOCK] in x's dtype; the residual sum is stored. See `_norm_kernel`."""
     column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
@@ -71,41 +112,44 @@ def normed_token(  # type: ignore[no-untyped-def]
         tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
     values = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)  # scalar
-    return token, ((values * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-
-
-@triton.jit
-def _norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [T, H]
-    residual_ptr,  # [T, H]
-    weight_ptr,  # [H]
-    sum_ptr,  # [T, H] contiguous
-    out_ptr,  # [T, H] contiguous
-    x_stride, residual_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    token, normed = normed_token(
-        x_ptr, residual_ptr, weight_ptr, sum_ptr, x_stride, residual_stride, eps, WIDTH, BLOCK, ADDS, DEPENDENT
-    )
-    column = tl.arange(0, BLOCK)
-    tl.store(out_ptr + token * WIDTH + column, normed, mask=column < WIDTH)
+    normed = ((values * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    _store(normed, 0, token, out_ptr, scale_ptr, WIDTH, BLOCK)
 
 
 def launch_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.ops.elementwise`; without a residual the first result is x."""
-    width = x.shape[-1]
-    rows = token_rows(x)
-    added = rows if residual is None else token_rows(residual)
     out = x.new_empty(x.shape)
+    return _launch_norm(x, residual, weight, eps, out, None), out
+
+
+def launch_norm_fp8(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `specdec.ops.fp8`; without a residual the first result is x."""
+    out, scales = _eight_bits(x)
+    return _launch_norm(x, residual, weight, eps, out, scales), out, scales
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the sum of x and the residual."""
+    width, rows = x.shape[-1], _token_rows(x)
+    added = rows if residual is None else _token_rows(residual)
     total = x if residual is None else x.new_empty(x.shape)
     _norm_kernel[(len(rows),)](
-        rows, added, weight, total, out, rows.stride(0), added.stride(0), eps, WIDTH=width,
-        BLOCK=triton.next_power_of_2(width), ADDS=residual is not None, num_warps=8 if width >= 2048 else 4,
+        rows, added, weight, total, out, scales, rows.stride(0), added.stride(0), eps, WIDTH=width,
+        BLOCK=max(triton.next_power_of_2(width), 128), ADDS=residual is not None, num_warps=8 if width >= 2048 else 4,
         **dependent_launch(x.device),
     )  # fmt: skip
-    return total, out
+    return total
 
 
 _HEADS_A_PROGRAM = 16

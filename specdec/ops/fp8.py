@@ -137,7 +137,7 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:
 def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [1, T, H], weight [H] in half precision -> its `rms_norm` as e4m3 [T, H], scales [T, ⌈H/128⌉] float32."""
     if x.is_cuda:
-        from specdec.ops.fp8_fused_kernel import launch_norm_fp8
+        from specdec.ops.elementwise_kernel import launch_norm_fp8
 
         return launch_norm_fp8(x, None, weight, eps)[1:]
     return fp8_quantise(rms_norm(x, weight, eps)[0])
@@ -149,7 +149,7 @@ def add_rms_norm_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, residual [1, T, H] -> their sum, rounded, and its `rms_norm_fp8`."""
     if x.is_cuda:
-        from specdec.ops.fp8_fused_kernel import launch_norm_fp8
+        from specdec.ops.elementwise_kernel import launch_norm_fp8
 
         return launch_norm_fp8(x, residual, weight, eps)
     total, normed = add_rms_norm(x, residual, weight, eps)
@@ -160,7 +160,7 @@ def add_rms_norm_fp8(
 def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """gate, up [1, T, F] or [T, F] -> their `silu_product` as e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
     if gate.is_cuda:
-        from specdec.ops.fp8_fused_kernel import launch_silu_product_fp8
+        from specdec.ops.elementwise_kernel import launch_silu_product_fp8
 
         return launch_silu_product_fp8(gate, up)
     return fp8_quantise(silu_product(gate, up).view(-1, gate.shape[-1]))

@@ -28,7 +28,7 @@ _SUM_SIZE, _SUM_WARPS = 256, 2
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Fp8Tiling:
     """How a matmul is cut.
 
     Attributes:
@@ -65,7 +65,7 @@ _FEW_ROWS = 10_240
 """Up to this many rows of a weight, programs of 128 rows would leave part of a GPU idle."""
 
 
-def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
+def tiling_of(tokens: int, rows: int, width: int) -> Fp8Tiling:
     """The tiling of a matmul of `tokens` tokens with a weight of this many rows and columns.
 
     From a sweep on an H200 with 1, 8 and 48 tokens (benchmarks/results/fp8-h200-2026-11-22.jsonl), without splits and
@@ -74,18 +74,18 @@ def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     that; they were not measured, and neither was 17 to 32 tokens.
 
     >>> tiling_of(1, 4096, 4096)
-    Tiling(tokens=16, rows=64, weight_first=True, warps=4, stages=3, at_once=2, splits=5)
+    Fp8Tiling(tokens=16, rows=64, weight_first=True, warps=4, stages=3, at_once=2, splits=5)
     >>> tiling_of(48, 28672, 4096)
-    Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=4, at_once=1, splits=1)
+    Fp8Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=4, at_once=1, splits=1)
     """
     if tokens > 64:
         return _many_tokens(tokens, rows, width)
     tile, first = max(16, 1 << (tokens - 1).bit_length()), tokens <= 32
     if rows > _FEW_ROWS:
-        return Tiling(tile, 128, first, 4, 4)
+        return Fp8Tiling(tile, 128, first, 4, 4)
     most = min(_MOST_SPLITS, _ceil(width, _BLOCK * _LEAST_BLOCKS))
     splits = max(1, min(_ceil(_PROGRAMS, _ceil(rows, 64)), most))
-    return Tiling(tile, 64, True, 4, 3, 2, splits) if first else Tiling(tile, 64, False, 4, 4, 1, splits)
+    return Fp8Tiling(tile, 64, True, 4, 3, 2, splits) if first else Fp8Tiling(tile, 64, False, 4, 4, 1, splits)
 
 
 _THREE_EACH = 396
@@ -94,7 +94,7 @@ _LEAST_OF_MANY = 24
 """Blocks of columns of a program, from 65 tokens on: the sums of shorter parts take longer than they gain."""
 
 
-def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
+def _many_tokens(tokens: int, rows: int, width: int) -> Fp8Tiling:
     """The tiling for more than 64 tokens: 64 of them and 128 rows a program, so that several run on a multiprocessor.
 
     A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy, where one of 128 x
@@ -102,18 +102,18 @@ def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
     tilings on an H200, with a bfloat16 matmul for comparison (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl).
 
     >>> tiling_of(192, 4096, 14336)
-    Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=3, at_once=1, splits=4)
+    Fp8Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=3, at_once=1, splits=4)
     """
     tiles, blocks = _ceil(tokens, 64), _ceil(width, _BLOCK)
     if tokens > 1024 and blocks > 64:
-        return Tiling(128, 128, False, 8, 4)
+        return Fp8Tiling(128, 128, False, 8, 4)
     programs = tiles * _ceil(rows, 128)
     splits = max(1, min(4, _THREE_EACH // programs, blocks // _LEAST_OF_MANY))
     if splits == 1 and 2 * programs < _PROGRAMS:
-        return Tiling(64, 64, False, 4, 8 if 4 * programs <= _PROGRAMS else 4)
+        return Fp8Tiling(64, 64, False, 4, 8 if 4 * programs <= _PROGRAMS else 4)
     programs *= splits
     as_many_turns = _ceil(programs, _PROGRAMS) == _ceil(programs, _THREE_EACH)
-    return Tiling(64, 128, False, 4, 4 if as_many_turns else 3, 1, splits)
+    return Fp8Tiling(64, 128, False, 4, 4 if as_many_turns else 3, 1, splits)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(begin + share, tl.cdiv(width, _GROUP))  # the first block that is not this program's
     weight_rows = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride  # rows past the end: not stored
     weights = weight_rows[:, None] + column[None, :]  # [N, K]
-    weight_scale = weight_scale_ptr + (first_row // _GROUP).to(tl.int64) * weight_scale_row  # of all rows: see Tiling
+    weight_scale = weight_scale_ptr + (first_row // _GROUP).to(tl.int64) * weight_scale_row  # see Fp8Tiling
     xs = x_ptr + token[:, None].to(tl.int64) * x_stride + column[None, :]  # [M, K]
     x_scale = x_scale_ptr + token.to(tl.int64) * x_scale_token  # [M]
     wait_for_predecessor(DEPENDENT)
@@ -255,7 +255,7 @@ def launch_fp8_matmul(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     dtype: torch.dtype,
-    tiling: Tiling | None = None,
+    tiling: Fp8Tiling | None = None,
 ) -> torch.Tensor:
     """See `specdec.ops.fp8.fp8_matmul`; scales may have strides of 0. tiling: default by `tiling_of`."""
     (tokens, width), rows = x.shape, len(weight)

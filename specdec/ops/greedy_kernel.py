@@ -3,8 +3,9 @@
 The arg max takes two launches, over chunks of a row and then over chunks: torch's own keeps only few multiprocessors
 busy with few rows (37 µs for 6 rows of 128,256 in bfloat16 on an H200).
 
-Placing and acceptance are specialised on no size, stride or alignment, which differ between rounds of any shape: each
-is compiled once, before the first round.
+Placing and acceptance read the drafts where the draft loop keeps them, in the order of the round before; in torch they
+are `fill_drafts` and `judge_greedy` of `specdec/acceptance/judge.py`, a dozen launches. They are specialised on no
+size, stride or alignment, which differ between rounds of any shape: each is compiled once, before the first round.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 
 _PART = 4096
 
@@ -74,11 +75,12 @@ def launch_greedy(
     best = logits.new_empty(rows, parts, dtype=torch.float32)
     place = logits.new_empty(rows, parts, dtype=torch.int32)
     out = logits.new_empty(rows, dtype=torch.int64)
-    _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
-    _best_kernel[(rows,)](
-        best, place, out, mapped, target_ids, parts, 0 if mapped is None else mapped.stride(0),
-        MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options,
-    )  # fmt: skip
+    with CompiledAtOnce():  # tokens are indices
+        _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
+        _best_kernel[(rows,)](
+            best, place, out, mapped, target_ids, parts, 0 if mapped is None else mapped.stride(0),
+            MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options,
+        )  # fmt: skip
     return out
 
 
@@ -149,8 +151,14 @@ def launch_placing(
     drafts: torch.Tensor,
     sources: torch.Tensor,
 ) -> None:
-    """See `specdec.ops.greedy_rows.place_drafts`; N >= 1."""
-    count = len(places)
+    """token_ids[places[i]] = drafts[sources[flat[i] // width], flat[i] % width], in place.
+
+    token_ids: [T]; places, flat: [N] int64, contiguous; each flat[i] is below R·width. width: n, drafts of a row at
+    most, at least 1 where N is not 0. drafts: [S, n or more] int64, columns side by side; sources: [R] int64,
+    contiguous, its rows.
+    """
+    if not (count := len(places)):
+        return
     _placing_kernel[(triton.cdiv(count, _PLACES),)](
         token_ids, places, flat, drafts, sources, count, width, drafts.stride(0),
         PLACES=_PLACES, num_warps=4, **dependent_launch(token_ids.device),
@@ -165,10 +173,23 @@ def launch_acceptance(
     sources: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """See `specdec.ops.greedy_rows.accept_greedily`; J >= 1."""
+    """The longest prefix of every row's drafts that is equal to the target's arg max, then the target's token.
+
+    Args:
+        greedy: [T] int64, contiguous: the arg max of each row of logits.
+        index: [J, n+1] int64, contiguous: the row of logits after each token of a verification.
+        num_drafts: [J] int64, contiguous; drafts past it do not exist.
+        drafts: [S, n or more] int64, columns side by side; sources: [R <= J] int64, contiguous: its rows, of the first
+            R rows. The others have zeros for drafts.
+        out: num_accepted [J], tokens [J, n+1] (drafts with the target's token after the accepted ones, 0 in the last
+            place where that is elsewhere) and the drafts [J, n]; int64, columns side by side; written.
+    """
     rows, columns = index.shape
-    _acceptance_kernel[(rows,)](
-        greedy, index, num_drafts, drafts, sources, *out, columns - 1, len(sources), drafts.stride(0),
-        *(x.stride(0) for x in out), COLUMNS=max(_LEAST_COLUMNS, triton.next_power_of_2(columns)),
-        num_warps=1, **dependent_launch(greedy.device),
-    )  # fmt: skip
+    if not rows:
+        return
+    with CompiledAtOnce():  # the number of accepted drafts is an index into memory
+        _acceptance_kernel[(rows,)](
+            greedy, index, num_drafts, drafts, sources, *out, columns - 1, len(sources), drafts.stride(0),
+            *(x.stride(0) for x in out), COLUMNS=max(_LEAST_COLUMNS, triton.next_power_of_2(columns)),
+            num_warps=1, **dependent_launch(greedy.device),
+        )  # fmt: skip

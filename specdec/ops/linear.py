@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attention.backends.limits import HALF
 from attention.hf.custom_op import opaque_operator
-from specdec.ops.gemm_choice import chosen_launch
+from specdec.ops.gemm import chosen_launch
 
 MOST_TOKENS = 16
 """Most tokens of the kernel in `linear_kernel`."""

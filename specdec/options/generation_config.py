@@ -114,22 +114,19 @@ def sampling_fields(
     _refuse_unsupported(config, whole_config)
     given_length = config.max_length is not None or own.max_length is not None
     own_eos = eos_ids(whole_config) == eos_ids(own)
-    return dict(
-        max_new_tokens=_max_new_tokens(whole_config, prompt_len if given_length else 0),
-        stop=whole_config.stop_strings or (),
-        stop_token_ids=() if own_eos else eos_ids(whole_config),
-        ignore_eos=not own_eos,
-        n=_or(whole_config.num_return_sequences, 1),
-        max_time=whole_config.max_time,
-        **_sampling(whole_config),
-        **logits_options(whole_config),
-    )
+    found = _fields_of(whole_config)
+    found["max_new_tokens"] = _max_new_tokens(whole_config, prompt_len if given_length else 0)
+    return found if own_eos else {**found, "stop_token_ids": eos_ids(whole_config), "ignore_eos": True}
 
 
-def logits_options(config: GenerationConfig) -> dict[str, Any]:
-    """Options that change logits and that a config sets, by name: see `LogitsOptions`."""
-    values = {name: getattr(config, name, None) for name in OFF}
-    return LogitsOptions(**values).settings
+def _fields_of(config: GenerationConfig) -> dict[str, Any]:
+    """Fields of SamplingParams that a config sets; of its lengths only max_new_tokens."""
+    found = {"max_new_tokens": config.max_new_tokens, "max_time": config.max_time, "n": config.num_return_sequences}
+    found |= {"stop": config.stop_strings or None}
+    if config.do_sample:
+        found |= {name: _or(getattr(config, name), off) for name, off in _SAMPLED.items()}
+    found |= LogitsOptions(**{name: getattr(config, name, None) for name in OFF}).settings
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def sampling_of_model(model: Any) -> dict[str, Any]:
@@ -141,9 +138,7 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
     config = getattr(getattr(model, "hf_model", model), "generation_config", None)
     if not isinstance(config, GenerationConfig):
         raise InvalidInputError(f"from_model takes a SpeculativeModel or a transformers model, not {short(model)}")
-    found = {"max_new_tokens": config.max_new_tokens, "max_time": config.max_time, "n": config.num_return_sequences}
-    found |= {"stop": config.stop_strings or None, **_sampling(config), **logits_options(config)}
-    return {name: value for name, value in found.items() if value is not None}
+    return _fields_of(config)
 
 
 def own_fields(model: PreTrainedModel, use: Use) -> dict[str, Any]:
@@ -164,9 +159,7 @@ def own_fields(model: PreTrainedModel, use: Use) -> dict[str, Any]:
 
 def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
     """Set fields of a model's generation_config that change its greedy tokens and that are not supported."""
-    if config is None:
-        return {}
-    return _set_fields(config, refused_fields())
+    return {} if config is None else _set_fields(config, refused_fields())
 
 
 def refused_fields(config: GenerationConfig | None = None) -> frozenset[str]:
@@ -243,10 +236,6 @@ def _is_set(name: str, value: Any, neutral: Any) -> bool:
     if name in _CALLS_ONLY:
         return value is not False and bool(value != neutral)
     return bool(value) and value != neutral
-
-
-def _sampling(config: GenerationConfig) -> dict[str, Any]:
-    return {name: _or(getattr(config, name), off) for name, off in _SAMPLED.items()} if config.do_sample else {}
 
 
 def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:

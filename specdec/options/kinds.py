@@ -39,7 +39,7 @@ class Whole(Kind):
         return whole(name, value, self.least, self.most)
 
 
-class Share(Kind):
+class Fraction(Kind):
     """A number in (0, 1]."""
 
     read = staticmethod(share)

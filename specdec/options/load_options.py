@@ -17,7 +17,7 @@ from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.options.kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Tokens, Whole
+from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, Overrides, Scales, Switch, Tokens, Whole
 from specdec.values import P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class LoadOptions:
         False, Flag(), "Attend KV pages that requests share once for all: for many rows with one long common prompt."
     )
     gpu_memory_utilization: float = _option(
-        0.9, Share(), "Share of the GPU's memory that model, cache and graphs may take together."
+        0.9, Fraction(), "Share of the GPU's memory that model, cache and graphs may take together."
     )
     cuda_graphs: bool | Literal["auto"] = _option(
         "auto",

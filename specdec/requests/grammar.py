@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import numpy as np
 
 from specdec.errors import InvalidInputError
-from specdec.values import refuse, short, whole
+from specdec.options.logits_options import token_ids
+from specdec.values import refuse, short
 
 Kind = Literal["json", "regex", "lark", "choice", "structural_tag"]
 Marker = str | tuple[int, ...]
@@ -187,12 +188,9 @@ def grammar(name: str, given: Any) -> Any:
 def _marker(name: str, given: Any) -> Marker | None:
     if given is None or (isinstance(given, str) and given):
         return given
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, (Iterable, int)) or isinstance(given, bool):
+    if isinstance(given, (str, bytes, Mapping)) or not (found := token_ids(name, given)):
         raise refuse(name, given, "a text that is not empty, or token ids")
-    each = [given] if isinstance(given, int) else list(given)
-    if not each:
-        raise refuse(name, given, "a text that is not empty, or token ids")
-    return tuple(whole(name, one, 0, None, "token ids, whole numbers from 0") for one in each)
+    return found
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,11 @@ _MASK_HINT = (
 def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
     """The prompts of a call; what belongs to them is taken out of its options.
 
+    chat: each text is a user's message. Options of the chat template go with each chat.
+
     Raises:
-        InvalidInputError: prompts that are given twice or by another name, or a mask without ids.
+        InvalidInputError: prompts that are given twice or by another name, a mask without ids, or no chat where these
+            need one.
     """
     elsewhere = {name: value for name, value in options.items() if RIGHT_CALLS.get(name) == FIRST}
     if prompts is None and elsewhere:
@@ -49,7 +52,16 @@ def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
         )
     prompts = {"input_ids": prompts, **beside} if beside else prompts
     template = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
-    return chats_with(user_chats(prompts) if chat else prompts, template)
+    if not chat and all(value is None for value in template.values()):
+        return prompts
+    found = split_prompts(prompts)
+    if chat:
+        found = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in found]
+    if odd := [prompt for prompt in found if not _is_chat(prompt)][:1]:
+        where = "chat=True" if chat else ", ".join(template)
+        none = "neither text nor a list of chat messages" if chat else "no chat, so no chat template is used"
+        raise InvalidInputError(f"{where}: {_shown(odd[0])} is {none}; leave {'chat' if chat else 'it'} out")
+    return [with_options(prompt, template) for prompt in found]
 
 
 def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) -> list[list[int]]:
@@ -86,32 +98,6 @@ def _check_length(text: str, tokenizer: Any, most: int) -> None:
             f"the prompt has {count} tokens in its first {len(part)} of {len(text)} characters; with max_model_len="
             f"{most} at most {most - 1} are allowed (one place is kept for a new token)"
         )
-
-
-def user_chats(prompts: Prompts) -> list[Any]:
-    """One prompt or many, each text as a user's message in a chat. Raises InvalidInputError: a prompt of ids."""
-    found = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in split_prompts(prompts)]
-    odd = next((prompt for prompt in found if not _is_chat(prompt)), None)
-    if odd is not None:
-        raise InvalidInputError(f"chat=True: {_shown(odd)} is neither text nor a list of chat messages; leave chat out")
-    return found
-
-
-def chats_with(prompts: Prompts, options: Mapping[str, Any]) -> Prompts:
-    """One prompt or many, each with these options of the chat template; as they are where no option is set.
-
-    Raises:
-        InvalidInputError: a prompt that is no chat, or a value that is not allowed.
-    """
-    if all(value is None for value in options.values()):
-        return prompts
-    found = split_prompts(prompts)
-    odd = next((prompt for prompt in found if not _is_chat(prompt)), None)
-    if odd is not None:
-        raise InvalidInputError(
-            f"{', '.join(options)}: {_shown(odd)} is no chat, so no chat template is used; leave it out"
-        )
-    return [with_options(prompt, options) for prompt in found]
 
 
 def split_prompts(prompts: Prompts) -> list[Any]:
@@ -151,23 +137,15 @@ def _check_not_mixed(prompts: Sequence[Any]) -> None:
         )
 
 
-def one_sequence(given: Any) -> list[int]:
-    """Token ids given as a list or a 1-D array; none where this is something else.
-
-    Raises:
-        InvalidInputError: an array of something else, or whose values cannot be read.
-    """
-    found = _array(given) if _is_array(given) else given
-    return [operator.index(token) for token in found] if _is_ids(found) else []
-
-
 def ids_within(given: Any, size: int, call: str) -> list[int]:
     """Token ids given as a list or a 1-D array, all of them below `size`. call: what they are for, in messages.
 
     Raises:
-        InvalidInputError: no ids, ids that are no integers, or an id outside of 0 … size - 1.
+        InvalidInputError: no ids, ids that are no integers, or an id outside of 0 … size - 1; an array of something
+            else, or whose values cannot be read.
     """
-    ids = one_sequence(given)
+    found = _array(given) if _is_array(given) else given
+    ids = _plain_ids(found) if _is_ids(found) else []
     if not ids or not all(0 <= token < size for token in ids):
         raise InvalidInputError(
             f"{call}: give at least one token id, all in 0 … {size - 1}: one sequence of integers, not text"
@@ -191,9 +169,8 @@ def _encode(prompt: Any, tokenizer: Any) -> list[int]:
         if len(rows) != 1:
             raise InvalidInputError(f"a prompt in a list has one row, not {len(rows)}; give the batch by itself")
         return _encode(rows[0], tokenizer)
-    plain = _are_ints(prompt)
-    if plain or _is_ids(prompt):
-        ids = list(prompt) if plain else [operator.index(t) for t in prompt]
+    if _is_ids(prompt):
+        ids = _plain_ids(prompt)
         _check_padding(ids, tokenizer)
         return ids
     if _is_chat(prompt):
@@ -233,25 +210,22 @@ def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:
 
 def _batch_rows(batch: Mapping[str, Any]) -> Sequence[list[int]]:
     """Rows of a BatchEncoding, or of a mapping like it, without padding."""
-    keys = set(batch)
-    if "input_ids" not in keys:
+    if "input_ids" not in batch:
         raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message goes in a list; give {_KINDS}")
-    odd = sorted(str(key) for key in keys - _BESIDE - {"input_ids", _MEDIA_TYPES})
-    if odd:
+    if odd := sorted(str(key) for key in batch if key not in {*_BESIDE, "input_ids", _MEDIA_TYPES}):
         raise InvalidInputError(
             f"a prompt has input_ids and attention_mask (only text is served); not supported next to them: "
             f"{', '.join(odd)}"
         )
-    if _MEDIA_TYPES in keys and any(map(any, _rows(_MEDIA_TYPES, batch[_MEDIA_TYPES]))):
+    if _MEDIA_TYPES in batch and any(map(any, _rows(_MEDIA_TYPES, batch[_MEDIA_TYPES]))):
         raise InvalidInputError(
             f"{_MEDIA_TYPES} says that the prompt has an image, a video or sound in it; only text is served"
         )
     ids = _rows("input_ids", batch["input_ids"])
-    mask = batch["attention_mask"] if "attention_mask" in keys else None
-    if mask is None:
+    if (mask := batch.get("attention_mask")) is None:
         return ids
     masks = _rows("attention_mask", mask)
-    if [len(row) for row in ids] != [len(row) for row in masks]:
+    if list(map(len, ids)) != list(map(len, masks)):
         raise InvalidInputError("attention_mask and input_ids have different shapes")
     return [_unpadded(row, own) for row, own in zip(ids, masks, strict=True)]
 
@@ -261,16 +235,16 @@ def _rows(name: str, given: Any) -> list[list[int]]:
         found = _array(given)
         return found if given.ndim == 2 else [found]
     if _is_ids(given):
-        return [[operator.index(t) for t in given]]
+        return [_plain_ids(given)]
     if isinstance(given, Sequence) and len(given) and all(_is_array(row) or _is_ids(row) for row in given):
-        return [_array(row) if _is_array(row) else [operator.index(t) for t in row] for row in given]
+        return [_array(row) if _is_array(row) else _plain_ids(row) for row in given]
     raise InvalidInputError(f"{name} is a list of whole numbers or a list of such lists, not {_shown(given)}")
 
 
 def _unpadded(ids: Sequence[int], mask: Sequence[int]) -> _Masked:
     """The ids under the ones of their mask, which must be in one piece."""
-    if set(mask) - {0, 1}:
-        raise InvalidInputError(f"attention_mask has {sorted(set(mask) - {0, 1})[0]}: allowed are 0 and 1")
+    if odd := sorted(set(mask) - {0, 1}):
+        raise InvalidInputError(f"attention_mask has {odd[0]}: allowed are 0 and 1")
     kept = [t for t, on in zip(ids, mask, strict=True) if on]
     first = list(mask).index(1) if kept else 0
     if not all(mask[first : first + len(kept)]):
@@ -287,13 +261,27 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "ndim") and hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "tolist")
 
 
+_NO_TABLES = {
+    "is_meta": "lies on device 'meta' and has no values",
+    "is_nested": "is nested; give a list of its rows, such as [row.tolist() for row in tensor.unbind()]",
+    "is_quantized": "is quantised; give it dense and of whole numbers",
+    "is_sparse": "is sparse; give it dense and of whole numbers",
+    "is_sparse_csr": "is sparse; give it dense and of whole numbers",
+}
+"""Attributes of tensors that cannot be read as a table of numbers, and what to do with them."""
+
+
 def _array(value: Any) -> Any:
     """A 1-D or 2-D array of whole numbers as lists."""
-    _check_has_values(value)
-    if value.ndim not in (1, 2) or not _holds_integers(value):
+    of = f"{type(value).__name__} of {value.dtype}"
+    if odd := [words for name, words in _NO_TABLES.items() if getattr(value, name, False)]:
+        raise InvalidInputError(f"a tensor of token ids ({of}) {odd[0]}")
+    kind = getattr(value.dtype, "kind", None)  # of numpy's dtypes; the names of torch's and jax's say it
+    is_of_integers = kind in ("i", "u") if isinstance(kind, str) else "int" in str(value.dtype)
+    if value.ndim not in (1, 2) or not is_of_integers:
         raise InvalidInputError(
-            f"a prompt is a 1-D or 2-D array of whole numbers, not {type(value).__name__} of {value.dtype} and shape "
-            f"{tuple(value.shape)}; give lists of token ids, such as those of .tolist()"
+            f"a prompt is a 1-D or 2-D array of whole numbers, not {of} and shape {tuple(value.shape)}; give lists of "
+            "token ids, such as those of .tolist()"
         )
     try:
         return value.tolist()
@@ -303,29 +291,13 @@ def _array(value: Any) -> Any:
         ) from error
 
 
-def _holds_integers(value: Any) -> bool:
-    """Whether an array is one of integers, in any order of bytes."""
-    kind = getattr(value.dtype, "kind", None)  # of numpy's dtypes; the names of torch's and jax's say it
-    return kind in ("i", "u") if isinstance(kind, str) else "int" in str(value.dtype)
-
-
-def _check_has_values(value: Any) -> None:
-    """Refuse a tensor that cannot be read as a table of numbers."""
-    layout, quantised = str(getattr(value, "layout", "")), bool(getattr(value, "is_quantized", False))
-    odd = ""
-    if getattr(value, "is_meta", False):
-        odd = "lies on device 'meta' and has no values"
-    elif getattr(value, "is_nested", False):
-        odd = "is nested; give a list of its rows, such as [row.tolist() for row in tensor.unbind()]"
-    elif quantised or (layout and layout != "torch.strided"):
-        odd = f"is {'quantised' if quantised else layout.removeprefix('torch.')}; give it dense and of whole numbers"
-    if odd:
-        raise InvalidInputError(f"a tensor of token ids ({type(value).__name__} of {value.dtype}) {odd}")
-
-
 def _are_ints(prompt: Any) -> bool:
     """Whether it is a list of ints and of nothing else, as most prompts are: seen in a tenth of the time."""
     return type(prompt) is list and set(map(type, prompt)) == {int}
+
+
+def _plain_ids(ids: Sequence[Any]) -> list[int]:
+    return list(ids) if _are_ints(ids) else [operator.index(token) for token in ids]
 
 
 def _is_ids(prompt: Any) -> bool:

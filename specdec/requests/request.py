@@ -1,20 +1,25 @@
-"""A request from submission to completion."""
+"""A request from submission to completion, and the call that it belongs to."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.errors import SpecdecError
+from specdec.errors import ModelChangedError, RequestFailedError, SpecdecError
+from specdec.interrupts import raised_again, raised_twice
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.shown import completion_html, completion_line
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
-from specdec.requests.user_code import RequestCriteria
+from specdec.requests.user_code import RequestCriteria, UserCodeError
 
 FinishReason = Literal["eos", "stop", "length", "timeout", "cancelled"]
 
@@ -177,12 +182,7 @@ class Request:
 
     def rewind(self) -> None:
         """Reset to the reported tokens, waiting; later tokens are generated again."""
-        del self.new_tokens[self.progress.num_tokens :]
-        del self.logprobs[self.progress.num_tokens :]
-        del self.rounds[self.progress.num_rounds :]
-        del self.drafts[self.progress.num_rounds :]
-        self.stream.rewind(self.new_tokens, self.progress.num_characters)
-        self.finish_reason = None
+        self.give_back(self.progress.num_tokens, self.progress.num_rounds, None)
         self.row, self.has_pages = -1, False
         self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
@@ -229,7 +229,8 @@ class Request:
         if self.finish_reason is None:
             text = self.stream.show()
             progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)
-            return Update(self.id, tokens, text, progress=progress, logprobs=self._new_logprobs)
+            new = None if own.logprobs is None else tuple(self.logprobs[self.progress.num_tokens :])
+            return Update(self.id, tokens, text, progress=progress, logprobs=new)
         self.times.finished = now
         return self._last_update()
 
@@ -256,15 +257,11 @@ class Request:
             self.stream.rewind(self.new_tokens[:met], self.progress.num_characters)
         return met
 
-    @property
-    def _new_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """Those that were not reported."""
-        return None if self.params.logprobs is None else tuple(self.logprobs[self.progress.num_tokens :])
-
     def _last_update(self) -> Update:
-        tokens, new = self.new_tokens[self.progress.num_tokens :], self._new_logprobs
+        reported = self.progress.num_tokens
+        new = None if self.params.logprobs is None else tuple(self.logprobs[reported:])
         text, rest = self.stream.finish(self.new_tokens)
-        return Update(self.id, tokens, rest, self._completion(text), logprobs=new)
+        return Update(self.id, self.new_tokens[reported:], rest, self._completion(text), logprobs=new)
 
     def _completion(self, text: str) -> Completion:
         t = self.times
@@ -303,3 +300,85 @@ class Request:
             truncated_by="max_model_len" if cut else None,
             grammar_started=None if started is None else started(self.new_tokens),
         )
+
+
+class Call:
+    """The requests of one call, and their updates.
+
+    Attributes:
+        places: request id -> index in the call, of the requests that are not ended.
+        inbox: updates, and None to wake the sleeping caller.
+        num_requests: queued so far. refusal: why the call cannot be served, found during its first round.
+        made: creation time, in time.perf_counter seconds. has_thread: a dedicated thread reads the call; a forked
+            process does not have that thread.
+    """
+
+    def __init__(self, has_thread: bool = False) -> None:
+        self.refusal: SpecdecError | None = None
+        self.places: dict[int, int] = {}
+        self.inbox: SimpleQueue[Update | None] = SimpleQueue()
+        self._last: dict[int, Update] = {}
+        self.num_requests, self.made, self.has_thread = 0, time.perf_counter(), has_thread
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its caller has an update to read, or nothing left to wait for."""
+        return not self.places or not self.inbox.empty()
+
+    def take(self, timeout: float = 0.0) -> Update | None:
+        """The next update; None if none arrives within `timeout` seconds or the call is woken."""
+        try:
+            update = self.inbox.get(timeout > 0, timeout)
+        except Empty:
+            return None
+        if update is None or self._last.get(update.request_id) is update:
+            return None  # an interrupted delivery was repeated
+        if update.last:
+            self._last.pop(update.request_id, None)  # a repetition has no place any more: see `SharedEngine.next`
+        else:
+            self._last[update.request_id] = update
+        return update
+
+    def end(self, request_id: int) -> None:
+        """Forget a request that has ended, its last update too: a call may stay open for any number of requests."""
+        self.places.pop(request_id, None)
+        self._last.pop(request_id, None)
+
+    def examine(self, check: Callable[[], None]) -> None:
+        """Run a check of the model and refuse this call alone if it raises, for any reason."""
+        fault = raised_twice(check)
+        if isinstance(fault, ModelChangedError):
+            self.refusal = fault
+        elif fault is not None:
+            self.refusal = ModelChangedError(
+                "the model has changed since it was wrapped, so that it cannot be looked at "
+                f"({type(fault).__name__}: {fault}); wrap it again with "
+                "SpeculativeModel.from_pretrained(model, …)"
+            )
+            self.refusal.__cause__ = fault
+
+
+def request_failed(error: Exception, source: str) -> RequestFailedError:
+    """The error of a request that ended because its `source` raised."""
+    failed = RequestFailedError(f"a request was ended because {source} raised {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def taken(request: Request, share: RowRound, now: float) -> Update:
+    """A request's update of one round; with an error when its text or the user's code in it raised."""
+    undo = partial(request.give_back, len(request.new_tokens), len(request.rounds), request.finish_reason)
+    try:
+        return request.take(share, now)
+    except Exception as error:
+        first = error
+    found: list[Update] = []
+    try:
+        fault = raised_again(first, lambda: found.append(request.take(share, now)), undo)
+    finally:
+        del first  # its traceback holds this frame
+    if isinstance(fault, UserCodeError):
+        return Update(request.id, [], "", error=request_failed(fault.error, fault.source))
+    if fault is not None:
+        return Update(request.id, [], "", error=request_failed(fault, "its text or stop strings"))
+    return found[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -142,10 +142,16 @@ class SamplingParams(LogitsOptions):
     strict_length: bool = False
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a value that is not of its kind or outside its range."""
+        """Raises InvalidInputError: a value that is not of its kind or outside its range, or a processor of
+        transformers beside the option that makes the same."""
         super().__post_init__()
         read_options(self, _READ)
-        self._check_processors()
+        own = self.logits_processor
+        for kind, option in overlapping(() if isinstance(own, RequestProcessors) else own or (), self.settings):
+            raise InvalidInputError(
+                f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
+                "one of the two (an option of the model's own generation_config is switched off by its neutral value)"
+            )
         token, top = largest_bias(self)
         if top > _MOST * (min(self.temperature, 1) or 1):
             raise InvalidInputError(
@@ -155,15 +161,6 @@ class SamplingParams(LogitsOptions):
         if self.n > 1 and self.greedy:
             raise InvalidInputError(
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
-            )
-
-    def _check_processors(self) -> None:
-        """Raises InvalidInputError: a processor of transformers, and the option that makes the same."""
-        own = self.logits_processor
-        for kind, option in overlapping(() if isinstance(own, RequestProcessors) else own or (), self.settings):
-            raise InvalidInputError(
-                f"logits_processor has a {kind.__name__} and {option}={short(getattr(self, option))} is set: give "
-                "one of the two (an option of the model's own generation_config is switched off by its neutral value)"
             )
 
     def __repr__(self) -> str:
@@ -218,17 +215,18 @@ class SamplingParams(LogitsOptions):
 
         device: the model's.
         """
-        own, function, ends = self.logits_processor, self.prefix_allowed_tokens_fn, self.stopping_criteria
-        found: dict[str, Any] = {}
-        if own is not None and not isinstance(own, RequestProcessors):
-            found["logits_processor"] = RequestProcessors(own)
-        if function is not None and not isinstance(function, RequestProcessors):
-            found["prefix_allowed_tokens_fn"] = RequestProcessors((Constrained(function, batch_id),))
-        if ends is not None and not isinstance(ends, RequestCriteria):
-            found["stopping_criteria"] = RequestCriteria(ends, device)
-        if isinstance(self.prompt_logprobs, int):
-            found["prompt_logprobs"] = PromptLogprobs(self.prompt_logprobs, self.prompt_logprobs_start)
-        found |= {name: TokenRows() for name in ("return_logits", "return_scores") if getattr(self, name) is True}
+        makers: dict[str, Callable[[Any], object]] = {
+            "logits_processor": RequestProcessors,
+            "prefix_allowed_tokens_fn": lambda function: RequestProcessors((Constrained(function, batch_id),)),
+            "stopping_criteria": lambda own: RequestCriteria(own, device),
+            "prompt_logprobs": lambda count: PromptLogprobs(count, self.prompt_logprobs_start),
+            "return_logits": lambda _: TokenRows(),
+            "return_scores": lambda _: TokenRows(),
+        }
+        each = ((name, make, getattr(self, name)) for name, make in makers.items())
+        found: dict[str, Any] = {
+            name: make(own) for name, make, own in each if not (own is None or own is False or _is_made(own))
+        }
         return replace(self, **found) if found or self.watch is not None else self
 
     @property
@@ -282,9 +280,13 @@ def _stop_ids(name: str, given: Any) -> tuple[int, ...]:
     return token_ids(name, given)
 
 
-def _unless(kind: type | tuple[type, ...], read: Reader) -> Reader:
-    """A reader that leaves values of a kind as they are: those of a request, see `SamplingParams.of_request`."""
-    return lambda name, given: given if isinstance(given, kind) else read(name, given)
+def _is_made(given: Any) -> bool:
+    """Whether it is what `SamplingParams.of_request` has made of an option."""
+    return isinstance(given, (RequestProcessors, RequestCriteria, PromptLogprobs, TokenRows))
+
+
+def _unless_made(read: Reader) -> Reader:
+    return lambda name, given: given if _is_made(given) else read(name, given)
 
 
 _LOGPROBS = partial(whole, least=0, most=MOST_LOGPROBS, allowed=f"None or 0 to {MOST_LOGPROBS}")
@@ -304,16 +306,16 @@ _READ: dict[str, Reader] = {
     "return_drafts": flag,
     "n": partial(whole, least=1, most=MAX_N, allowed=f"1 to {MAX_N}, a whole number"),
     "cache_prefix": flag,
-    "logits_processor": _unless(RequestProcessors, processors),
-    "prefix_allowed_tokens_fn": _unless(RequestProcessors, prefix_function),
-    "stopping_criteria": _unless(RequestCriteria, criteria),
+    "logits_processor": _unless_made(processors),
+    "prefix_allowed_tokens_fn": _unless_made(prefix_function),
+    "stopping_criteria": _unless_made(criteria),
     "grammar": lambda name, given: given if hasattr(given, "error_at") else grammar(name, given),
     "logprobs": _LOGPROBS,
     "logprobs_mode": partial(choice, allowed=("raw", "processed")),
-    "prompt_logprobs": _unless(PromptLogprobs, _LOGPROBS),
+    "prompt_logprobs": _unless_made(_LOGPROBS),
     "prompt_logprobs_start": partial(whole, least=0, most=None, allowed="0 or more, a whole number"),
-    "return_logits": _unless(TokenRows, flag),
-    "return_scores": _unless(TokenRows, flag),
+    "return_logits": _unless_made(flag),
+    "return_scores": _unless_made(flag),
     "max_time": number("None or seconds, 0 or more", lambda x: x >= 0),
     "strict_length": flag,
 }

@@ -17,10 +17,8 @@ _MOST_LETTERS = 60
 
 def changed_fields(given: Any) -> str:
     """A dataclass with the fields that differ from their defaults: "SamplingParams(temperature=0.7)"."""
-    values = [(f.name, getattr(given, f.name), f.default) for f in fields(given)]
-    changed = [
-        f"{name}={short(own)}" for name, own, default in values if type(own) is not type(default) or own != default
-    ]
+    each = ((f, getattr(given, f.name)) for f in fields(given))
+    changed = [f"{f.name}={short(own)}" for f, own in each if type(own) is not type(f.default) or own != f.default]
     return f"{type(given).__name__}({', '.join(changed)})"
 
 

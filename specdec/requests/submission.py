@@ -1,8 +1,11 @@
-"""A call's prompts and parameters -> requests, checked before anything is started."""
+"""A call's prompts and parameters -> requests, checked before anything is started.
+
+Score: log-probabilities of given completions, which requests of their own read as prompts are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
@@ -16,7 +19,9 @@ from specdec.errors import InvalidInputError
 from specdec.options.arguments import known_options, params_of_call, with_options
 from specdec.options.generation_config import eos_ids, own_fields, sampling_fields
 from specdec.options.load_options import Use
+from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
+from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
@@ -141,17 +146,15 @@ def filled(params: SamplingParams, model: Any) -> SamplingParams:
 
 def _one_each(params: Params, num_prompts: int, read: Callable[[Any], _AtLength]) -> list[_AtLength]:
     """What `read` makes of the parameters of each prompt; parameters for all are read once."""
-    if isinstance(params, dict):
-        raise InvalidInputError("params is a dict; give SamplingParams.from_dict(params), or SamplingParams(…)")
-    if isinstance(params, _ONE):
-        return [read(params)] * num_prompts
-    if not isinstance(params, (list, tuple)):
-        raise InvalidInputError(f"params={short(params)}: allowed is {_KINDS}")
-    if odd := [one for one in params if not isinstance(one, _ONE)][:1]:
-        raise InvalidInputError(f"params has {short(odd[0])}: allowed is {_KINDS}")
-    if len(params) != num_prompts:
-        raise InvalidInputError(f"{len(params)} SamplingParams for {num_prompts} prompts; give one, or one per prompt")
-    return [read(one) for one in params]
+    several = isinstance(params, (list, tuple))
+    each: list[Any] = [*params] if isinstance(params, (list, tuple)) else [params]
+    if odd := [one for one in each if not isinstance(one, _ONE)][:1]:
+        hint = "; SamplingParams.from_dict reads a dict" if isinstance(odd[0], dict) else ""
+        raise InvalidInputError(f"params{' has ' if several else '='}{short(odd[0])}: allowed is {_KINDS}{hint}")
+    if several and len(each) != num_prompts:
+        raise InvalidInputError(f"{len(each)} SamplingParams for {num_prompts} prompts; give one, or one per prompt")
+    found = [read(one) for one in each]
+    return found if several else found * num_prompts
 
 
 def _reader(model: PreTrainedModel, use: Use, options: Mapping[str, Any], given: Any) -> _AtLength:
@@ -169,3 +172,75 @@ def _reader(model: PreTrainedModel, use: Use, options: Mapping[str, Any], given:
     is_checked = type(given) is SamplingParams and not named  # a subclass may have skipped the checks
     found = given if is_checked else SamplingParams(**own)
     return lambda length: found
+
+
+@dataclass(frozen=True)
+class Score:
+    """How probable a completion is after its prompt, by the model's own logits.
+
+    Attributes:
+        logprob: log-probability (natural logarithm) of the whole, the sum of its tokens'.
+        logprobs: of each token.
+    """
+
+    logprob: float
+    logprobs: tuple[TokenLogprobs, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The completion as the model read it."""
+        return [each.token_id for each in self.logprobs]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have generated it: no other token was more probable at any of its places."""
+        return not any(each.rank for each in self.logprobs)
+
+
+def to_be_scored(
+    prompts: Prompts, completions: Prompts, logprobs: int, tokenizer: Any, device: torch.device
+) -> list[Submission]:
+    """A request for each pair: it reads all tokens but the last, which it is then made to generate.
+
+    Raises:
+        InvalidInputError: a bad prompt or completion, an empty one, or not as many of both.
+    """
+    before, after = encode_prompts(prompts, tokenizer), _encoded(completions, tokenizer)
+    if len(before) == 1:
+        before *= len(after)
+    if len(before) != len(after):
+        raise InvalidInputError(f"{len(after)} completions for {len(before)} prompts: give one prompt, or as many")
+    found = list[Submission]()
+    for prompt, own in zip(before, after, strict=True):
+        params = SamplingParams(
+            max_new_tokens=1,
+            ignore_eos=True,
+            num_speculative_tokens=0,
+            allowed_token_ids=(own[-1],),
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if len(own) > 1 else None,
+            prompt_logprobs_start=len(prompt),
+        )
+        found.append(Submission([*prompt, *own[:-1]], params.of_request(len(found), device), 0, ()))
+    return found
+
+
+def scores(done: Iterable[tuple[int, Completion]]) -> list[Score]:
+    """Of requests of `to_be_scored`, in their order. done: (place, Completion) of each."""
+    found = []
+    for _, completion in sorted(done, key=lambda each: each[0]):
+        of_prompt = [each for each in completion.prompt_logprobs or () if each is not None]
+        logprobs = (*of_prompt, *(completion.logprobs or ()))
+        found.append(Score(sum(each.logprob for each in logprobs), logprobs))
+    return found
+
+
+def _encoded(completions: Prompts, tokenizer: Any) -> list[list[int]]:
+    """As prompts are, but a text gets no special tokens: it goes on after its prompt."""
+    try:
+        found = encode_prompts(completions, partial(tokenizer, add_special_tokens=False))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"completions are given as prompts are: {error}") from None
+    if not all(found):
+        raise InvalidInputError(f"completion {found.index([])} is empty; each has one token at least")
+    return found

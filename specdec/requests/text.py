@@ -9,12 +9,13 @@ brings.
 
 from __future__ import annotations
 
-import codecs
 import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from attention.cached import cached_property
 from specdec.errors import InvalidInputError
@@ -149,43 +150,14 @@ class Vocabulary:
         return bool(plain != self.decode(ids))
 
 
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_LETTERS = {byte: byte for byte in _PRINTABLE} | {
-    0x100 + place: byte for place, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
-}
-"""Code points by which byte-level tokenizers write bytes. Source: openai/gpt-2, src/encoder.py `bytes_to_unicode`."""
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""How byte-level tokenizers write bytes."""
 
 
 def _byte_level(written: str | None) -> bytes | None:
     """The bytes of a token as byte-level tokenizers write it; None where it is not written so."""
-    letters = [_LETTERS.get(ord(letter)) for letter in written or ""]
-    return None if None in letters else bytes(letter for letter in letters if letter is not None)
-
-
-class _ByteRun:
-    """Successive byte tokens: `text` while they are valid UTF-8 as a whole, None while they are not."""
-
-    def __init__(self, before: str) -> None:
-        self.before = before
-        self.text: str | None = ""
-        self._whole = ""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
-        self._broken = False
-
-    def add(self, byte: int) -> bool:
-        """Read one byte; True where it completes the run's first character."""
-        first = not self._whole
-        try:
-            self._whole += "" if self._broken else self._utf8.decode(bytes([byte]))
-        except UnicodeDecodeError:
-            self._broken = True
-        complete = not self._broken and not self._utf8.getstate()[0]
-        self.text = self._whole if complete else None
-        return complete and first
-
-    def begin(self, text: str) -> None:
-        """The first character as the tokenizer decodes it: at the very start, a space may be dropped."""
-        self._whole = self.text = text
+    found = [_BYTE_OF.get(letter) for letter in written or ""]
+    return None if None in found else bytes(byte for byte in found if byte is not None)
 
 
 class Detokenizer:
@@ -204,7 +176,8 @@ class Detokenizer:
         self._mark = 0  # the window is [mark, …), decoded after [context, mark)
         self._cut, self._cut_text = 0, 0  # where the window may move to, and the characters of `tail` before it
         self._decoded = 0
-        self._run: _ByteRun | None = None
+        self._run: bytes | None = None  # successive byte tokens
+        self._before = self._first = ""  # text before the run; its first character
         self.start = 0
         self.tail = ""
         self.stable = 0
@@ -233,15 +206,24 @@ class Detokenizer:
                 self._run = None
             elif self._run is None:
                 self._decode()
-                self._run = _ByteRun(self.tail)
+                self._run, self._before = b"", self.tail
             self._ids.append(token_id)
-            if self._run is not None and spelling.byte is not None and self._run.add(spelling.byte):
-                self._run.begin(self._text(len(self._ids))[len(self._run.before) :])
+            if self._run is not None and spelling.byte is not None:
+                self._run += bytes([spelling.byte])
+                self._decode_run(self._run)
         if self._run is None:
             self._decode()
-        else:
-            self.tail = self._run.before + (self._run.text or "")
         return passed
+
+    def _decode_run(self, run: bytes) -> None:
+        """`tail` with a run of byte tokens while these are valid UTF-8 as a whole, else without them."""
+        try:
+            text = run.decode()
+        except UnicodeDecodeError:
+            text = ""
+        if len(text) == 1:  # as the tokenizer decodes it: at the very start, a space may be dropped
+            self._first = self._text(len(self._ids))[len(self._before) :]
+        self.tail = self._before + (self._first + text[1:] if text else "")
 
     def _decode(self) -> None:
         num = len(self._ids)
@@ -343,23 +325,19 @@ class TextStream:
 
     def _find(self) -> int | None:
         """Number of characters before the first stop string, if there is one."""
-        text = self._text().rstrip(UNFINISHED)
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if self._specials:
-            woven, places = self._woven(text)
-            found += [places[at] for at in (woven.find(stop) for stop in self._stops) if at >= 0]
+        forms = self._forms(self._text().rstrip(UNFINISHED))
+        found = [at[place] for form, at in forms for stop in self._stops if (place := form.find(stop)) >= 0]
         return self.num_shown + min(found) if found else None
 
     def _held_from(self, text: str) -> int:
         """Where the longest end of `text` begins that may become a stop string."""
-        held = min(_held_from(text, stop) for stop in self._stops)
-        if self._specials:
-            woven, places = self._woven(text)
-            held = min([held, *(places[_held_from(woven, stop)] for stop in self._stops)])
-        return held
+        return min(at[_held_from(form, stop)] for form, at in self._forms(text) for stop in self._stops)
 
-    def _woven(self, text: str) -> tuple[str, list[int]]:
-        """`text` with the special tokens in it written out; and for each of its places the place in `text`."""
+    def _forms(self, text: str) -> list[tuple[str, Sequence[int]]]:
+        """`text`, and with the special tokens in it written out; for each of their places the place in `text`."""
+        plain: tuple[str, Sequence[int]] = text, range(len(text) + 1)
+        if not self._specials:
+            return [plain]
         pieces, places, done = [], [], 0
         for at, special in self._specials:
             place = at - self.num_shown
@@ -369,7 +347,7 @@ class TextStream:
             pieces += [text[done:place], special]
             places += [*range(done, place), *[place] * len(special)]
             done = place
-        return "".join([*pieces, text[done:]]), [*places, *range(done, len(text) + 1)]
+        return [plain, ("".join([*pieces, text[done:]]), [*places, *range(done, len(text) + 1)])]
 
 
 def _held_from(text: str, stop: str) -> int:

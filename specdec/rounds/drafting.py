@@ -141,7 +141,7 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     place = starts, target.start, target.pages.head, target.pages.page_size
     batches, carried = [rows_batch(*place)], None
     if num_modules > 1:
-        from drafters.loops.module_arrays import rows_before, shifted_batch
+        from drafters.loops.prefill import rows_before, shifted_batch
 
         batches += [shifted_batch(m, *place, target.begins) for m in range(1, num_modules)]
         carried = CarriedRows(target.request_rows, rows_before(starts, num_carried))

@@ -8,7 +8,7 @@ after a row's own do not affect it: they have position 0 and write to slot 0 of 
 
 The host has little time between the read of a verification and the end of the draft prefill. So nothing is allocated
 that can be kept, what never changes is written once, and every array is computed where it is sent from. (The draft
-steps of the same shape belong to the loop: `drafters/loops/chain_passes.py`.)
+steps of the same shape belong to the loop: `drafters/loops/steps.py`.)
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _TargetPlace:
             self.groups.append(_Pages(first, self.start, shape))
             self.later = [_LaterPass(each, m, shape) for m, each in enumerate(later, 1)]
         if self.carried is not None:
-            from drafters.loops.module_arrays import rows_before
+            from drafters.loops.prefill import rows_before
 
             self.carried.sources[:] = rows_before(batch.query_start_loc, rows)
         places = np.arange(rows * query_len).reshape(rows, query_len)

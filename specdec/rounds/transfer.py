@@ -1,7 +1,7 @@
 """How a round gets to the device: the sections of its arrays in a staging arena, their device views, and the one copy.
 
 `RoundTransfer` sends rounds that run operator by operator, `AheadTransfer` rounds of any shape that run from graphs.
-(Sections of draft loops are in `drafters/loops/chain_arrays.py` and `drafters/loops/module_arrays.py`.)
+(Sections of draft loops are in `drafters/loops/chain.py` and `drafters/loops/steps.py`.)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PassesSection:
     def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
         """Sizes to add to the verification's, for at most so many of its rows, tokens and pages a row.
 
-        A request may be two rows of a pass, see `drafters.loops.module_arrays.shifted_batch`; but not in a fixed shape,
+        A request may be two rows of a pass, see `drafters.loops.prefill.shifted_batch`; but not in a fixed shape,
         which is given by its `entries` on the lists of pages.
         """
         found = {"passes.requests": rows, "passes.tokens": tokens}

@@ -8,7 +8,7 @@ verification defers it, the second does not, and a third follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -49,20 +49,108 @@ def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
         ) from error
 
 
-def scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
-    """A block table [B, P] int32 for rows of these lengths, its pages in random order.
+@dataclass(frozen=True)
+class ReadPiece:
+    """Tokens start … stop [B] of some of a test's B rows, which one forward reads.
 
-    Raises:
-        CacheTooSmallError: the cache cannot hold the rows.
+    Attributes:
+        rows: which rows are read, by number. right: end [B] of the right tokens, where the others up to `stop` are
+            wrong drafts; default `stop`.
+        replay, num_new: of a verification by a recurrent target, replay [B], see `StateIndex`. Without `replay` all
+            tokens are committed, and nothing is replayed.
     """
-    page_size, num_pages = target.runner.page_size, fewest_pages(target)
-    width = -(-int(lens.max()) // page_size)
-    pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))[: len(lens) * width]
-    if len(pages) < len(lens) * width:
-        raise CacheTooSmallError(
-            f"the KV cache has {num_pages - 1} pages of {page_size} tokens; at least {len(lens) * width} are needed"
-        )
-    return pages.reshape(len(lens), width).astype(np.int32)
+
+    start: np.ndarray
+    stop: np.ndarray
+    rows: Sequence[int]
+    right: np.ndarray | None = None
+    replay: np.ndarray | None = None
+    num_new: int = 1
+
+    def right_tokens(self, of_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the right tokens of each row read here have, of tensors [tokens, …] of all rows."""
+        stop = self.stop if self.right is None else self.right
+        return [of_rows[row][self.start[row] : stop[row]] for row in self.rows]
+
+    def states(self) -> StateIndex:
+        """The states of the rows, row i in slot i+1."""
+        from attention.recurrence.index import StateIndex, slots_of_rows
+
+        rows = np.array(self.rows)
+        start, lens = self.start[rows], (self.stop - self.start)[rows]
+        replay, num_new = 0 * start, lens
+        if self.replay is not None:
+            replay, num_new = self.replay[rows], np.full_like(start, self.num_new)
+        return StateIndex.of(slots_of_rows(rows), start, replay, num_new)
+
+
+@dataclass(frozen=True)
+class DummyRows:
+    """Rows of random tokens, always the same: their ids, int64, and a block table [B, P] int32 in random order."""
+
+    target: Target
+    ids: list[torch.Tensor]
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, target: Target, lens: np.ndarray) -> DummyRows:
+        """Rows of these lengths [B].
+
+        Raises:
+            CacheTooSmallError: the cache cannot hold them.
+        """
+        page_size, num_pages = target.runner.page_size, fewest_pages(target)
+        width = -(-int(lens.max()) // page_size)
+        pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))[: len(lens) * width]
+        if len(pages) < len(lens) * width:
+            raise CacheTooSmallError(
+                f"the KV cache has {num_pages - 1} pages of {page_size} tokens; at least {len(lens) * width} are needed"
+            )
+        generator, device = torch.Generator().manual_seed(0), target.hf_model.device
+        ids = [torch.randint(target.num_embeddings, (n,), generator=generator).to(device) for n in lens.tolist()]
+        return cls(target, ids, pages.reshape(len(lens), width).astype(np.int32))
+
+    def read_by_row(self, piece: ReadPiece, model: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+        """Logits [tokens, V] of each row of a piece, float32. model: a form of the target, default its own."""
+        lens = (piece.stop - piece.start)[list(piece.rows)]
+        everything = torch.arange(int(lens.sum()), device=self.target.hf_model.device)
+        return list(self.read(piece, everything, model).split(lens.tolist()))
+
+    def read(
+        self,
+        piece: ReadPiece,
+        logits_indices: torch.Tensor,
+        model: Callable[..., Any] | None = None,
+        keep_aux: bool = False,
+    ) -> torch.Tensor:
+        """Logits [R, V] of the tokens `logits_indices` [R] of a piece, float32. keep_aux: see `Target.forward`."""
+        target, rows = self.target, list(piece.rows)
+        start, stop, table = piece.start[rows], piece.stop[rows], self.table[rows]
+        query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
+        batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
+        section = BatchSection("batch")
+        if target.states is not None:
+            from attention.recurrence.runner import StateSection
+
+            section = BatchSection("batch", extras=(StateSection,))
+            batch = replace(batch, extras=(piece.states(),))
+        sizes = (batch.num_reqs, batch.num_tokens, table.shape[1])
+        arena, bucket = single_batch_arena(*sizes, target.hf_model.device, section)
+        metadata = stage(batch, arena, bucket, section)
+        further = len(target.runner.runners) - 1
+        rotary = _rotary_positions(target, batch, [len(self.ids[row]) for row in rows])
+        metadata = replace(metadata, other_groups=(metadata,) * further, extras=(*metadata.extras, *rotary))
+        planned = target.runner.plan(metadata)  # the same pages in each group
+        return target.forward(self._given(piece), planned, logits_indices, model, keep_aux).logits.float()
+
+    def _given(self, piece: ReadPiece) -> torch.Tensor:
+        """The ids of a piece's tokens [T], wrong drafts after the right ones."""
+        vocab = self.target.num_embeddings
+        right, given = piece.right_tokens(self.ids), []
+        for row, own in zip(piece.rows, right, strict=True):
+            wrong = self.ids[row][piece.start[row] + len(own) : piece.stop[row]]
+            given += [own, (wrong + 1) % vocab]
+        return torch.cat(given)
 
 
 def fewest_pages(target: Target) -> int:
@@ -70,77 +158,13 @@ def fewest_pages(target: Target) -> int:
     return min(runner.group.num_pages for runner in target.runner.runners)
 
 
-def dummy_ids(target: Target, lens: np.ndarray) -> list[torch.Tensor]:
-    """Random token ids of rows of these lengths, int64, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    vocab, device = target.num_embeddings, target.hf_model.device
-    return [torch.randint(vocab, (n,), generator=generator).to(device) for n in lens.tolist()]
-
-
-def read_paged(
-    target: Target,
-    ids: list[torch.Tensor],
-    start: np.ndarray,
-    stop: np.ndarray,
-    table: np.ndarray,
-    model: Callable[..., Any] | None = None,
-    states: StateIndex | None = None,
-) -> list[torch.Tensor]:
-    """Logits [stop - start, V] of the tokens start … stop of each row, float32."""
-    logits_indices = torch.arange(int((stop - start).sum()), device=target.hf_model.device)
-    logits = read_logits(target, ids, start, stop, table, logits_indices, model, states)
-    return list(logits.split((stop - start).tolist()))
-
-
-def read_logits(
-    target: Target,
-    ids: list[torch.Tensor],
-    start: np.ndarray,
-    stop: np.ndarray,
-    table: np.ndarray,
-    logits_indices: torch.Tensor,
-    model: Callable[..., Any] | None = None,
-    states: StateIndex | None = None,
-    keep_aux: bool = False,
-) -> torch.Tensor:
-    """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32.
-
-    states: a recurrent target's states; by default all tokens are committed, row i in slot i+1, with nothing to replay.
-    keep_aux: see `Target.forward`.
-    """
-    query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
-    batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
-    section = BatchSection("batch")
-    if target.states is not None:
-        from attention.recurrence.runner import StateSection
-
-        section = BatchSection("batch", extras=(StateSection,))
-        batch = replace(batch, extras=(states or all_committed(np.arange(len(ids)), start, stop),))
-    sizes = (batch.num_reqs, batch.num_tokens, table.shape[1])
-    arena, bucket = single_batch_arena(*sizes, target.hf_model.device, section)
-    metadata = stage(batch, arena, bucket, section)
-    further = len(target.runner.runners) - 1
-    rotary = _rotary_positions(target, batch, ids)
-    metadata = replace(metadata, other_groups=(metadata,) * further, extras=(*metadata.extras, *rotary))
-    planned = target.runner.plan(metadata)  # the same pages in each group
-    flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    return target.forward(flat, planned, logits_indices, model, keep_aux).logits.float()
-
-
-def _rotary_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> tuple[object, ...]:
-    """A longrope target's rotary positions; the model's own forward selects factors by the lengths of these `ids`."""
+def _rotary_positions(target: Target, batch: HostBatch, lens: list[int]) -> tuple[object, ...]:
+    """A longrope target's rotary positions; the model's own forward selects factors by the lengths of whole rows."""
     if target.long_rope is None:
         return ()
-    long = np.array([len(row) > target.long_rope.original for row in ids])
+    long = np.array(lens) > target.long_rope.original
     encoded = target.long_rope.encoded(batch.positions, np.repeat(long, batch.query_lens))
     return (RotaryPositions(torch.from_numpy(encoded).to(target.hf_model.device)),)
-
-
-def all_committed(rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> StateIndex:
-    """The states of these rows when all tokens start … stop are committed, and all before were."""
-    from attention.recurrence.index import StateIndex, slots_of_rows
-
-    return StateIndex.of(slots_of_rows(rows), start, np.zeros_like(start), stop - start)
 
 
 def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -206,61 +230,21 @@ def _nan_message(model: PreTrainedModel) -> str:
 _MOST_DRAFTS, _MOST_OF_THREE = 3, 2
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """How rows are verified after their prompts.
+def rollback(target: Target, prompts: np.ndarray) -> list[ReadPiece]:
+    """Verifications by a recurrent target of rows whose `prompts` [B] tokens were read; all but the last reject drafts.
 
-    drafts, accepted: for every verification but the last, which accepts all. num_new: for each, see `StateIndex`.
+    They have as many drafts as K allows, at most three, or two in each of three verifications, which so read seven
+    tokens as well (at K=1 six instead of four); with two or more drafts, one is rejected.
     """
-
-    drafts: int
-    accepted: int
-    num_new: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens after a prompt that the verifications read."""
-        return (len(self.num_new) - 1) * (1 + self.accepted) + 1 + self.drafts
-
-
-def rollback_of(target: Target) -> Rollback:
-    """As many drafts as K allows, at most three, or two in each of three verifications, which so read seven tokens as
-    well (at K=1 six instead of four); with two or more drafts, one is rejected."""
     assert target.states is not None
     rule = target.states.group.rule
     num_new = (0, 1, 1) if rule.defers else (1, 1)
     drafts = min(rule.num_drafts, _MOST_DRAFTS if len(num_new) == 2 else _MOST_OF_THREE)
-    return Rollback(drafts, min(drafts, max(drafts - 1, 1)), num_new)
-
-
-def read_rollback(
-    target: Target,
-    ids: list[torch.Tensor],
-    prompts: np.ndarray,
-    table: np.ndarray,
-    read: Callable[..., list[torch.Tensor]] = read_paged,
-) -> list[tuple[np.ndarray, np.ndarray, list[torch.Tensor]]]:
-    """Verify rows whose `prompts` [B] tokens were read. read: `read_paged`, or a wrapper that also records something.
-
-    Returns:
-        For each verification first and last position [B] of right tokens, and their logits [last - first, V] by row.
-    """
-    plan, rows, found = rollback_of(target), np.arange(len(ids)), []
-    start, replay, accepted = prompts, np.zeros_like(prompts), plan.accepted
-    for left, num_new in zip(reversed(range(len(plan.num_new))), plan.num_new, strict=True):
-        end = start + 1 + plan.drafts
-        right = start + 1 + accepted if left else end
-        given = [row.clone() for row in ids]
-        for row, bad, last in zip(given, right, end, strict=True):
-            row[bad:last] = (row[bad:last] + 1) % target.num_embeddings
-        logits = read(target, given, start, end, table, states=verifying(rows, start, replay, num_new))
-        found.append((start, right, [x[:n] for x, n in zip(logits, right - start, strict=True)]))
-        start, replay = start + 1 + accepted, accepted + (0 * replay if num_new else 1 + replay)
-    return found
-
-
-def verifying(rows: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: int = 1) -> StateIndex:
-    """The states for verifications of these rows from their bonus tokens at `start` on; num_new: one per row."""
-    from attention.recurrence.index import StateIndex, slots_of_rows
-
-    return StateIndex.of(slots_of_rows(rows), start, replay, np.full_like(start, num_new))
+    accepted = min(drafts, max(drafts - 1, 1))
+    pieces, start, replay = [], prompts, np.zeros_like(prompts)
+    for number, new in enumerate(num_new, 1):
+        stop, next_start = start + 1 + drafts, start + 1 + accepted
+        right = stop if number == len(num_new) else next_start
+        pieces.append(ReadPiece(start, stop, range(len(prompts)), right, replay, new))
+        start, replay = next_start, accepted + (0 * replay if new else 1 + replay)
+    return pieces

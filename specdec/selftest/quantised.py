@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from attention.hf.weights import is_quantised
 from specdec.errors import UnsupportedModelError
-from specdec.ops.experts import fp8_expert_matmul, fp8_experts
-from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, fp8_quantise
-from specdec.selftest.eager_reference import errors_named
-from specdec.wrapped.fp8 import Fp8Layers
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.ops.fp8 import BLOCK, FP8, fp8_linear
+from specdec.ops.mixtures.choice import own_form
+from specdec.ops.mixtures.paired import expert_matmul
+from specdec.selftest.eager_reference import errors_named, relative_errors
+from specdec.wrapped.quantised_layers import Fp8Layers, Mxfp4Experts
 
 _BATCH_TOKENS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
@@ -57,8 +57,8 @@ def neighbour_test(model: PreTrainedModel) -> None:
             batch = x * scale
             batch[0] = x[0]
             with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
-                results.append(run(batch)[0].double())
-        difference = _relative(results[1], results[0])
+                results.append(run(batch)[0])
+        difference = float(relative_errors(results[1], results[0]))
         if not difference <= _SAME:  # "not <=": NaN is an error, too
             raise UnsupportedModelError(
                 f"{type(model).__name__} is quantised so that a token's result depends on what else is in the batch: "
@@ -77,7 +77,7 @@ def rounds_activations(model: nn.Module) -> bool:
         run, x = _runner(layer, model)
         bias = run(torch.zeros_like(x)).double()
         whole, parts = run(x + x.flip(0)), (run(x).double() + run(x.flip(0)).double() - bias)
-        if not _relative(whole.double(), parts) <= _LINEAR:
+        if not relative_errors(whole.flatten(), parts.flatten()) <= _LINEAR:
             return True
     return False
 
@@ -100,10 +100,6 @@ def _runner(layer: Any, model: Any) -> tuple[Callable[[torch.Tensor], torch.Tens
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_BATCH_TOKENS, layer.in_features, generator=generator).to(model.device, model.dtype)
     return lambda tokens: layer(tokens[None])[0], x
-
-
-def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
-    return float((ours - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
 def _cause(layer: Any) -> str:
@@ -142,7 +138,7 @@ def fp8_self_test(layers: Fp8Layers) -> None:
     for name, module in mixtures.values():
         _test_experts(name, module)
         if module.has_gate:
-            _test_packed(name, module, fp8_experts)
+            _test_packed(name, module, own_form)
 
 
 def mxfp4_self_test(model: nn.Module) -> None:
@@ -184,8 +180,7 @@ def _test_experts(name: str, module: Any) -> None:
     stack, scales = module.down_proj, module.down_proj_scale_inv
     index = torch.arange(3, device=stack.device)[:, None] % len(stack)
     x = _random(3, stack, None)
-    quantised, x_scales = fp8_quantise(x)
-    ours = fp8_expert_matmul(quantised[:, None], x_scales[:, None], stack, scales, index, torch.float32)
+    ours = expert_matmul(x[:, None].float(), stack, scales, index)
     for token, expert in enumerate(index.flatten().tolist()):
         _compare(name, ours[token], _summed(x[token : token + 1], None, stack[expert], scales[expert]))
 
@@ -215,7 +210,7 @@ def _summed(x: torch.Tensor, static: torch.Tensor | None, weight: torch.Tensor, 
 def _compare(name: str, ours: torch.Tensor, right: torch.Tensor, allowed: float = _TOLERANCE) -> None:
     """[T, O] each, block by block of rows."""
     errors = [
-        float((a - b).norm() / b.norm().clamp_min(torch.finfo(torch.float32).tiny))
+        float(relative_errors(a.flatten(), b.flatten()))
         for a, b in zip(ours.split(BLOCK, 1), right.split(BLOCK, 1), strict=True)
     ]
     if not (worst := max(errors)) <= allowed:

@@ -43,7 +43,6 @@ _PADDING = 2
 
 Row = tuple[int, int, int]
 """Tokens of a row in a launch, how many are replayed before them, and how many of them go into the state."""
-Tensors = Callable[..., torch.Tensor]
 
 
 @torch.inference_mode()
@@ -102,16 +101,15 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
     (right,), (ours,) = allocate_states(group, dtype, _CPU), allocate_states(group, dtype, device)
     for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
         own.copy_(other.copy_(random(*own.shape)))  # as of requests before
-    fixed = _weights(spec, dtype, random)
     start = np.zeros(len(_SLOTS), np.int64)
     for number, rows in enumerate(launches(group.rule)):
         tokens, replay, num_new = np.array(rows).T
         start += replay
         arrays = tokens, start, replay, num_new
-        inputs = _inputs(spec, int(tokens.sum()) + _PADDING, dtype, random)
+        call = _inputs(spec, int(tokens.sum()) + _PADDING, dtype, random)
         most = group.rule.most_replayed
-        expected = _call(REFERENCE, spec, (*inputs, *fixed), right, _rows(*arrays, most, _CPU))
-        out = _call(states.functions, spec, _sent((*inputs, *fixed), device), ours, _rows(*arrays, most, device)).cpu()
+        expected = _call(REFERENCE, *call, right, _rows(*arrays, most, _CPU))
+        out = _call(states.functions, *call, ours, _rows(*arrays, most, device))
         pieces = zip(*(x.split([*tokens.tolist(), _PADDING]) for x in (out, expected)), strict=True)
         found = [("outputs", _error(*piece)) for piece in pieces]
         for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
@@ -144,54 +142,48 @@ def _rows(
     )
 
 
-def _weights(spec: RecurrenceSpec, dtype: torch.dtype, random: Tensors) -> Sequence[Any]:
-    """Inputs common to all launches of a call."""
+def _inputs(
+    spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Callable[..., torch.Tensor]
+) -> tuple[str, Sequence[Any]]:
+    """The name of a recurrence's function, and its inputs of `count` tokens before states and rows.
+
+    Gates and steps are small, so that a token shows in the state for some ten tokens.
+    """
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return random(*shape).to(dtype)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return random(*shape, form="uniform")
+
     match spec:
         case ConvSpec():
-            return random(spec.channels, spec.width).to(dtype), None, True
+            return "short_conv", (drawn(count, spec.channels), drawn(spec.channels, spec.width), None, True)
         case DeltaSpec():
-            return spec.k_dim**-0.5, True
-        case SsdSpec():
-            return -random(spec.num_heads, form="uniform") - 0.1, random(spec.num_heads).to(dtype)
-        case ScanSpec():
-            return -random(spec.channels, spec.num_states, form="uniform") - 0.1, random(spec.channels).to(dtype)
-
-
-def _inputs(spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Tensors) -> Sequence[torch.Tensor]:
-    """Inputs of `count` tokens. Gates and steps are small, so that a token shows in the state for some ten tokens."""
-    match spec:
-        case ConvSpec():
-            return (random(count, spec.channels).to(dtype),)
-        case DeltaSpec():
-            q, k = (random(count, spec.num_k_heads, spec.k_dim).to(dtype) for _ in range(2))
+            q, k = (drawn(count, spec.num_k_heads, spec.k_dim) for _ in range(2))
             gates = (spec.num_v_heads, spec.k_dim) if spec.vector_gate else (spec.num_v_heads,)
-            g, beta = -0.2 * random(count, *gates, form="uniform"), random(count, spec.num_v_heads, form="uniform")
-            return q, k, random(count, spec.num_v_heads, spec.v_dim).to(dtype), g, beta
+            g, beta = -0.2 * uniform(count, *gates), uniform(count, spec.num_v_heads)
+            v = drawn(count, spec.num_v_heads, spec.v_dim)
+            return "gated_delta", (q, k, v, g, beta, spec.k_dim**-0.5, True)
         case SsdSpec():
-            x = random(count, spec.num_heads, spec.head_dim).to(dtype)
-            b, c = (random(count, spec.num_groups, spec.num_states).to(dtype) for _ in range(2))
-            return x, 0.3 * random(count, spec.num_heads, form="uniform"), b, c
+            heads = spec.num_heads
+            x, dt, a = drawn(count, heads, spec.head_dim), 0.3 * uniform(count, heads), -uniform(heads) - 0.1
+            b, c = (drawn(count, spec.num_groups, spec.num_states) for _ in range(2))
+            return "ssd_scan", (x, dt, a, b, c, drawn(heads))
         case ScanSpec():
-            x = random(count, spec.channels).to(dtype)
-            b, c = (random(count, spec.num_states).to(dtype) for _ in range(2))
-            return x, 0.3 * random(count, spec.channels, form="uniform"), b, c
+            width, states = spec.channels, spec.num_states
+            x, dt, a = drawn(count, width), 0.3 * uniform(count, width), -uniform(width, states) - 0.1
+            b, c = (drawn(count, states) for _ in range(2))
+            return "selective_scan", (x, dt, a, b, c, drawn(width))
 
 
-def _sent(values: Sequence[Any], device: torch.device) -> list[Any]:
-    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in values]
-
-
-def _call(
-    functions: Any, spec: RecurrenceSpec, inputs: Sequence[Any], kept: CallState, rows: StateRows
-) -> torch.Tensor:
-    """inputs: the tokens' inputs, and those common to all launches."""
-    if isinstance(kept, ConvState):
-        return functions.short_conv(*inputs, kept.ring, rows)
-    if isinstance(spec, DeltaSpec):
-        return functions.gated_delta(*inputs, kept.state, kept.ring, rows)
-    scan = functions.ssd_scan if isinstance(spec, SsdSpec) else functions.selective_scan
-    x, dt, b, c, a, d = inputs
-    return scan(x, dt, a, b, c, d, kept.state, kept.ring, rows)
+def _call(functions: Any, name: str, inputs: Sequence[Any], kept: CallState, rows: StateRows) -> torch.Tensor:
+    """A recurrence's outputs [T, …] on the CPU, by functions on the device of `rows`; `kept` goes on."""
+    device = rows.slots.device
+    sent = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
+    states = [kept.ring] if isinstance(kept, ConvState) else [kept.state, kept.ring]
+    found: torch.Tensor = getattr(functions, name)(*sent, *states, rows)
+    return found.cpu()
 
 
 def _error(ours: torch.Tensor, right: torch.Tensor) -> float:

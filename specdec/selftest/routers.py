@@ -8,10 +8,9 @@ each mixture reads, are compared as in a model without experts. The number of di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
-from specdec.selftest.eager_reference import read_eager, read_paged
-from specdec.wrapped.target import Target
-
-if TYPE_CHECKING:
-    from attention.recurrence.index import StateIndex
+from specdec.selftest.eager_reference import read_eager
 
 MOST_MOVED = 0.25
 """Largest share of a mixture's choices (tokens x k) that may differ. It grows as the error of the states that routers
@@ -33,31 +28,30 @@ _JUMP = 0.25
 """Difference of an expert's factor, of the token's largest one, that is no rounding but another choice."""
 
 
-@dataclass(frozen=True)
-class Routed:
+class Routed(NamedTuple):
     """Arguments of one call of a mixture of experts, for T tokens of a row.
 
-    states: [T, H], its input. index: [T, k] int64, the chosen experts. weights: their factors, [T, k].
+    states: [T, H], its input. experts: [T, k] int64, the chosen ones. weights: their factors, [T, k].
     """
 
     states: torch.Tensor
-    index: torch.Tensor
+    experts: torch.Tensor
     weights: torch.Tensor
 
-    def __getitem__(self, tokens: slice) -> Routed:
-        return Routed(self.states[tokens], self.index[tokens], self.weights[tokens])
+    def tokens(self, start: int, stop: int) -> Routed:
+        """Those of tokens start … stop."""
+        return Routed(*(each[start:stop] for each in self))
 
     def then(self, more: Routed) -> Routed:
         """The tokens of both."""
-        pairs = ((self.states, more.states), (self.index, more.index), (self.weights, more.weights))
-        return Routed(*(torch.cat(pair) for pair in pairs))
+        return Routed(*(torch.cat(pair) for pair in zip(self, more, strict=True)))
 
     def moved(self, own: Routed) -> torch.Tensor:
         """[T, k] bool: the experts here that `own` has not for that token, or with quite another factor.
 
         Phi-MoE's factors jump as well: by which of its two experts is first, and by which others are near.
         """
-        same = self.index[:, :, None] == own.index[:, None, :]
+        same = self.experts[:, :, None] == own.experts[:, None, :]
         factors = (own.weights[:, None, :] * same).sum(-1)
         jumps = (self.weights - factors).abs() > _JUMP * own.weights.abs().amax(-1, keepdim=True)
         return ~same.any(-1) | jumps
@@ -79,22 +73,11 @@ class RoutedReader:
             yield
         begin = 0
         for row, (a, b) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
-            own, before = [call[begin : begin + b - a] for call in seen], self.rows.get(row)
-            self.rows[row] = own if before is None else [x[:a].then(y) for x, y in zip(before, own, strict=True)]
+            own, before = [call.tokens(begin, begin + b - a) for call in seen], self.rows.get(row)
+            self.rows[row] = (
+                own if before is None else [x.tokens(0, a).then(y) for x, y in zip(before, own, strict=True)]
+            )
             begin += b - a
-
-    def read_paged(
-        self,
-        target: Target,
-        ids: list[torch.Tensor],
-        start: np.ndarray,
-        stop: np.ndarray,
-        table: np.ndarray,
-        states: StateIndex | None = None,
-    ) -> list[torch.Tensor]:
-        """As `eager_reference.read_paged`."""
-        with self.reading(target.hf_model, start, stop):
-            return read_paged(target, ids, start, stop, table, states=states)
 
     def read_eager(self, model: PreTrainedModel, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, list[Routed]]:
         """A row's logits [T, V] by the model's own eager forward with the experts chosen before, and its own calls."""
@@ -103,7 +86,7 @@ class RoutedReader:
         return logits, own
 
 
-def check_choices(model: PreTrainedModel, reader: RoutedReader, right: list[list[Routed]]) -> None:
+def check_choices(model: PreTrainedModel, reader: RoutedReader, right: Sequence[list[Routed]]) -> None:
     """Refuse a model of which a mixture's choices differ by more than near ties from its eager forward's (`right`).
 
     Raises:
@@ -144,10 +127,10 @@ def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list
         own = Routed(*inputs)
         other = None if given is None or len(seen) >= len(given) else given[len(seen)]
         seen.append(own)
-        if other is None or other.index.shape != own.index.shape:
+        if other is None or other.experts.shape != own.experts.shape:
             return None
         moved = other.moved(own).any(-1, keepdim=True)
-        return own.states, own.index.where(~moved, other.index), own.weights.where(~moved, other.weights)
+        return own.states, own.experts.where(~moved, other.experts), own.weights.where(~moved, other.weights)
 
     hooks = [module.register_forward_pre_hook(before) for module in _mixtures(model)]
     try:

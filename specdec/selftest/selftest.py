@@ -6,9 +6,7 @@ convention is checked on a text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,17 +19,14 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.requests.prompts import encode_prompts
 from specdec.selftest.eager_reference import (
-    dummy_ids,
+    DummyRows,
+    ReadPiece,
     errors_named,
     fewest_pages,
     likely_cause,
     read_eager,
-    read_logits,
-    read_paged,
-    read_rollback,
     relative_errors,
-    rollback_of,
-    scrambled_table,
+    rollback,
 )
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
@@ -65,7 +60,6 @@ SELF_TEST_TEXT = (
 )
 """Plain enough for any tokenizer and any target trained on English."""
 _MOST_TOKENS = 256
-_Piece = tuple[np.ndarray, np.ndarray, list[torch.Tensor]]
 _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 """Tokens for every tile of `triton_invariant_linear`."""
 
@@ -110,7 +104,7 @@ def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
     The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
-    verified twice, so that drafts are rejected and replayed (`eager_reference.Rollback`), and then a row is read from
+    verified twice, so that drafts are rejected and replayed (`eager_reference.rollback`), and then a row is read from
     its start. Layers do not round their activations to 8 bits here, where that can be switched off
     (`unrounded_activations`), so that the comparison is about attention; `fp8_self_test` tests specdec's FP8 layers.
     longest: tokens of the longest row, at least 23 (26 for a recurrent target), more where no other test reads long
@@ -124,30 +118,31 @@ def self_test(target: Target, longest: int = 0) -> float:
         UnsupportedModelError: the target's results through the paged attention are wrong or NaN, or it fails there.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    with _unrounded(target.hf_model):
+    if not has_quantised(target.hf_model):
         return _self_test(target, longest)
+    from specdec.wrapped.quantised_layers import unrounded_activations
 
-
-def _unrounded(model: PreTrainedModel) -> AbstractContextManager[None]:
-    if not has_quantised(model):
-        return nullcontext()
-    from specdec.wrapped.fp8 import unrounded_activations
-
-    return unrounded_activations(model)
+    with unrounded_activations(target.hf_model):
+        return _self_test(target, longest)
 
 
 @torch.inference_mode()
 def _self_test(target: Target, longest: int) -> float:
-    tail = _VERIFY_LEN if target.states is None else rollback_of(target).num_tokens
+    none = np.zeros_like(_PROMPT_LENS)
+    tail = _VERIFY_LEN if target.states is None else int(rollback(target, none)[-1].stop[0])
     lens = _PROMPT_LENS + tail
     lens[0] = max(lens[0], longest)
-    rows = _Rows(dummy_ids(target, lens), scrambled_table(target, lens), lens - tail, lens)
-    error = _largest(_errors(target, rows))
+    prompts, rows = lens - tail, DummyRows.of(target, lens)
+    everyone = range(len(lens))
+    verified = [ReadPiece(prompts, lens, everyone)] if target.states is None else rollback(target, prompts)
+    alone = ReadPiece(prompts if target.states is None else none, lens, (0,))  # a state is at its row's end
+    pieces = [ReadPiece(none, prompts, everyone), *verified]
+    error = _largest(_errors(rows, [*pieces, alone]))
     if _fits(target, error):
         return error
     chosen = ""
     if has_mixtures(target.hf_model):
-        error, chosen = _largest(_routed_errors(target, rows)), " that is given the same choices of experts"
+        error, chosen = _largest(_routed_errors(rows, pieces, alone)), " that is given the same choices of experts"
         if _fits(target, error):
             return error
     hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if _eight_bits(target) else ""
@@ -164,75 +159,55 @@ def _fits(target: Target, error: float) -> bool:
     return bool(target.group.least([int(error <= _limit(target, error))])[0])
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The self-test's rows: ids of B rows, their block table [B, P], tokens [B] of their prompts and in total."""
-
-    ids: list[torch.Tensor]
-    table: np.ndarray
-    prompts: np.ndarray
-    lens: np.ndarray
+def _errors(rows: DummyRows, pieces: list[ReadPiece]) -> list[torch.Tensor]:
+    """The error of each row of each piece against the model's own eager forward."""
+    with errors_named(rows.target.hf_model, "its own eager forward reads one row of dummy tokens"):
+        right = read_eager(rows.target.hf_model, rows.ids)
+    return [error for piece in pieces for error in _compared(_read(rows, piece), piece, right)]
 
 
-def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
-    """The error of each piece against the model's own eager forward."""
-    with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
-        right = read_eager(target.hf_model, rows.ids)
-    errors = _piece_errors(_read_pieces(target, rows, read_paged), right)
-    start, last = _alone(target, rows)
-    return [*errors, _error(_read_alone(target, rows, start, last), right[0][-1:])]
-
-
-def _routed_errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
+def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -> list[torch.Tensor]:
     """The same against an eager forward with the paged one's choices of experts, and of the states these read.
 
     Raises:
         UnsupportedModelError: more choices of a mixture differ than rounding explains.
     """
-    model, reader = target.hf_model, RoutedReader()
-    pieces = _read_pieces(target, rows, reader.read_paged)
-    read = [reader.read_eager(model, row, ids) for row, ids in enumerate(rows.ids)]
-    errors = _piece_errors(pieces, [logits for logits, _ in read])
-    for row, (_, own) in enumerate(read):
-        errors += [_error(ours.states, right.states) for ours, right in zip(reader.rows[row], own, strict=True)]
-    check_choices(model, reader, [own for _, own in read])
-    start, last = _alone(target, rows)
-    with reader.reading(model, start, rows.lens[:1]):
-        logits = _read_alone(target, rows, start, last)
-    right, _ = reader.read_eager(model, 0, rows.ids[0])
-    return [*errors, _error(logits, right[-1:])]
+    model, reader = rows.target.hf_model, RoutedReader()
+
+    def read(piece: ReadPiece) -> list[torch.Tensor]:
+        read_rows = list(piece.rows)
+        with reader.reading(model, piece.start[read_rows], piece.stop[read_rows]):
+            return _read(rows, piece)
+
+    found = [(read(piece), piece) for piece in pieces]
+    right, calls = zip(*(reader.read_eager(model, row, ids) for row, ids in enumerate(rows.ids)), strict=True)
+    errors = [error for ours, piece in found for error in _compared(ours, piece, right)]
+    for row, own in enumerate(calls):
+        errors += [_error(ours.states, theirs.states) for ours, theirs in zip(reader.rows[row], own, strict=True)]
+    check_choices(model, reader, calls)
+    last = read(alone)
+    return [*errors, *_compared(last, alone, [reader.read_eager(model, 0, rows.ids[0])[0]])]
 
 
-def _read_pieces(target: Target, rows: _Rows, read: Callable[..., list[torch.Tensor]]) -> list[_Piece]:
-    """Prompts and verifications of all rows: first and last token [B] of each piece, and its logits by row."""
-    none = np.zeros(len(rows.ids), np.int64)
-    with errors_named(target.hf_model, "three rows are read through the paged attention"):
-        prompts = (none, rows.prompts, read(target, rows.ids, none, rows.prompts, rows.table))
-        if target.states is not None:
-            return [prompts, *read_rollback(target, rows.ids, rows.prompts, rows.table, read)]
-        return [prompts, (rows.prompts, rows.lens, read(target, rows.ids, rows.prompts, rows.lens, rows.table))]
+def _read(rows: DummyRows, piece: ReadPiece) -> list[torch.Tensor]:
+    """Logits of each row of a piece; of a batch of one its last token's, keeping aux hidden states as rounds do.
 
-
-def _piece_errors(pieces: list[_Piece], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [
-        _error(ours, own[a:b])
-        for start, stop, logits in pieces
-        for ours, own, a, b in zip(logits, right, start, stop, strict=True)
-    ]
-
-
-def _alone(target: Target, rows: _Rows) -> tuple[np.ndarray, torch.Tensor]:
-    """First position of the first row as a batch of one, [1], and the token of that batch whose logits count, [1]."""
-    start = np.zeros(1, np.int64) if target.states is not None else rows.prompts[:1]  # a state is at its row's end
-    return start, torch.tensor([int((rows.lens[:1] - start)[0]) - 1], device=target.hf_model.device)
-
-
-def _read_alone(target: Target, rows: _Rows, start: np.ndarray, last: torch.Tensor) -> torch.Tensor:
-    """Logits of the batch of one, keeping aux hidden states as rounds do, if their buffer has room for its tokens."""
-    num_tokens = int((rows.lens[:1] - start)[0])
+    Aux hidden states are kept if their buffer has room for the tokens.
+    """
+    target, model = rows.target, rows.target.hf_model
+    if len(piece.rows) > 1:
+        with errors_named(model, "three rows are read through the paged attention"):
+            return rows.read_by_row(piece)
+    num_tokens = int((piece.stop - piece.start)[0])
     keep = len(target.aux_hidden_states(num_tokens)) == num_tokens
-    with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
-        return read_logits(target, rows.ids[:1], start, rows.lens[:1], rows.table[:1], last, keep_aux=keep)
+    with errors_named(model, "a batch of one row is read through the paged attention"):
+        return [rows.read(piece, torch.tensor([num_tokens - 1], device=model.device), keep_aux=keep)]
+
+
+def _compared(ours: list[torch.Tensor], piece: ReadPiece, right: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The error of each row of a piece: of its right tokens or, where its last token alone was read, of that."""
+    pairs = zip(ours, piece.right_tokens(right), strict=True)
+    return [_error(own[: len(theirs)], theirs[-len(own) :]) for own, theirs in pairs]
 
 
 def _largest(errors: list[torch.Tensor]) -> float:
@@ -262,25 +237,24 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     ends = _lens_that_fit(target)
-    table, ids = scrambled_table(target, ends), dummy_ids(target, ends)
-    no_tokens = np.zeros(len(ids), np.int64)
-    whole = read_paged(target, ids, no_tokens, ends, table, model)
-    error = max(float(_error(own, right)) for own, right in zip(whole, read_eager(target.hf_model, ids), strict=True))
+    rows, none, everyone = DummyRows.of(target, ends), np.zeros_like(ends), range(len(ends))
+    whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
+    right = read_eager(target.hf_model, rows.ids)
+    error = max(float(_error(own, theirs)) for own, theirs in zip(whole, right, strict=True))
     if not error <= _TOLERANCE[target.hf_model.dtype]:  # "not <=": NaN is an error, too
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )
     cuts = (ends - _VERIFY_LEN, ends - 1)
-    pieces = [(slice(None), no_tokens, cuts[0])] + [(slice(None), cut, ends) for cut in cuts]
-    pieces += [(slice(row, row + 1), cut, ends) for row in range(len(ids)) for cut in cuts]
-    for rows, start, stop in pieces:
-        found = read_paged(target, ids[rows], start[rows], stop[rows], table[rows], model)
-        for right, own, a, b in zip(whole[rows], found, start[rows], stop[rows], strict=True):
-            if not torch.equal(own, right[a:b]):
+    pieces = [ReadPiece(none, cuts[0], everyone)]
+    pieces += [ReadPiece(cut, ends, chosen) for chosen in (everyone, (0,), (1,), (2,)) for cut in cuts]
+    for piece in pieces:
+        for row, own, theirs in zip(piece.rows, rows.read_by_row(piece, model), piece.right_tokens(whole), strict=True):
+            if not torch.equal(own, theirs):
                 raise UnsupportedModelError(
-                    f"{type(target.hf_model).__name__} is not batch-invariant: the logits of tokens {a} to {b} of a "
-                    f"row of {len(right)} differ by up to {float((own - right[a:b]).abs().max()):.2g} when they are "
-                    "read apart; use backend='flashinfer'"
+                    f"{type(target.hf_model).__name__} is not batch-invariant: the logits of tokens {piece.start[row]} "
+                    f"to {piece.stop[row]} of a row of {ends[row]} differ by up to "
+                    f"{float((own - theirs).abs().max()):.2g} when they are read apart; use backend='flashinfer'"
                 )
 
 

@@ -157,7 +157,11 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
         config.head_dim = _ROPE_DIM  # the width that the rotary embedding of MLA reads
     if overrides:
         config.per_layer_config = {
-            place: {n: _narrowed_override(n, v, low, heads) for n, v in overrides[layer].items()}
+            # a layer's own head width stays different from the other layers'
+            place: {
+                n: 2 * _HEAD_DIM if n == "head_dim" else _narrowed(n, v, low, heads)
+                for n, v in overrides[layer].items()
+            }
             for place, layer in enumerate(chosen)
             if layer in overrides
         }
@@ -175,11 +179,6 @@ def _fit_mixers(config: PreTrainedConfig) -> None:
     if "attention_hidden_size" in names and "attention_head_dim" in names:
         config.attention_hidden_size = 2 * config.hidden_size
         config.attention_head_dim = 2 * config.hidden_size // config.num_attention_heads
-
-
-def _narrowed_override(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
-    """As `_narrowed`; a layer's own head width stays different from the other layers'."""
-    return 2 * _HEAD_DIM if name == "head_dim" else _narrowed(name, value, low, heads)
 
 
 def _narrowed(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
@@ -217,7 +216,7 @@ def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[in
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int) or one_layer or count < 2:
         _set_layers(config, 1 if one_layer else None)
-        return [0] if one_layer or not isinstance(count, int) else list(range(min(count, 2)))
+        return [0]
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == count}
     places: dict[tuple[str, ...], list[int]] = {}
     for layer in range(count):

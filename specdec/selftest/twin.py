@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,22 +25,16 @@ from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
 from specdec.selftest.eager_reference import (
-    all_committed,
-    dummy_ids,
+    DummyRows,
+    ReadPiece,
     errors_named,
     likely_cause,
     read_eager,
-    read_logits,
     relative_errors,
-    scrambled_table,
-    verifying,
 )
 from specdec.selftest.shrinking import Threshold, miniature, thresholds
 from specdec.wrapped.probing import TargetProbe, probe_target
 from specdec.wrapped.target import Target
-
-if TYPE_CHECKING:
-    from attention.recurrence.index import StateIndex
 
 _LENS = np.array([300, 9, 57])
 _VERIFY_LEN = 4
@@ -204,60 +197,56 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     models the verifications alone follow those together, with some of their drafts accepted.
     """
     lens = np.maximum(np.minimum(_LENS, max_model_len), _SHORTEST)
-    twin, target = small.model, _target_of(small, lens)
-    ids, table = dummy_ids(target, lens), scrambled_table(target, lens)
-    right = read_eager(twin, ids)
+    target = _target_of(small, lens)
+    rows, none = DummyRows.of(target, lens), np.zeros_like(lens)
+    right = read_eager(small.model, rows.ids)
     prompt = lens - _VERIFY_LEN
     first, second = np.minimum(prompt, [24, 5, 17]), np.minimum(prompt, [150, 5, 53])
-    none = np.zeros(3, np.int64)
-    pieces: list[tuple[list[int], np.ndarray, np.ndarray, np.ndarray | None]] = [
-        ([0, 1, 2], none, first, None),
-        ([0, 2], first, second, None),
-        ([0], second, prompt, None),
-        ([2], second, prompt, None),
+    pieces = [
+        ReadPiece(none, first, (0, 1, 2)),
+        ReadPiece(first, second, (0, 2)),
+        ReadPiece(second, prompt, (0,)),
+        ReadPiece(second, prompt, (2,)),
     ]
     if target.states is None:
-        pieces += [([0, 1, 2], prompt, lens, None), ([1], prompt, prompt + 1, None), ([0], prompt, lens, None)]
-    else:
-        later = 1 + target.states.group.rule.defers
         pieces += [
-            ([0, 1, 2], prompt, lens, none),
-            ([1], lens - 1, lens, none + 1 + later),
-            ([0, 2], lens - 2, lens, none + later),
+            ReadPiece(prompt, lens, (0, 1, 2)),
+            ReadPiece(prompt, prompt + 1, (1,)),
+            ReadPiece(prompt, lens, (0,)),
         ]
-    for rows, start, stop, replay in pieces:
-        rows = [row for row in rows if stop[row] > start[row]]
-        if not rows:
-            continue
-        a, b = start[rows], stop[rows]
-        states = _states(target, np.array(rows), a, b, replay)
-        kept = None if target.states is None else target.states.copied()
-        own = torch.cat([right[row][start[row] : stop[row]] for row in rows])
-        for logits_indices in _selections(b - a, with_none=start is second):
-            tried = f"{len(rows)} row(s) are read from token {a.tolist()} to {b.tolist()}"
-            if target.states is not None and kept is not None:
-                target.states.put_back(kept)  # the piece is read several times, from the same states
-            with errors_named(twin, tried):
-                given = [ids[row] for row in rows]
-                ours = read_logits(target, given, a, b, table[rows], logits_indices, states=states)
-            if ours.shape != own[logits_indices].shape:
-                return f"returns logits {list(ours.shape)} instead of {list(own[logits_indices].shape)} when {tried}"
-            error = float(relative_errors(ours, own[logits_indices]).max()) if len(logits_indices) else 0.0
-            if not error <= _TOLERANCE:
-                return f"has a relative logit error of {error:.2g} in float32 (allowed: {_TOLERANCE:g}) when {tried}"
+    else:
+        defers = target.states.group.rule.defers  # then the first leaves storing to the one after it
+        later = none + 1 + defers
+        pieces += [
+            ReadPiece(prompt, lens, (0, 1, 2), replay=none, num_new=int(not defers)),
+            ReadPiece(lens - 1, lens, (1,), replay=later + 1),
+            ReadPiece(lens - 2, lens, (0, 2), replay=later),
+        ]
+    for piece in pieces:
+        piece = replace(piece, rows=[row for row in piece.rows if piece.stop[row] > piece.start[row]])
+        if piece.rows and (error := _piece_error(rows, piece, right, with_none=piece.start is second)) is not None:
+            return error
     return None
 
 
-def _states(
-    target: Target, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, replay: np.ndarray | None
-) -> StateIndex | None:
-    """States for tokens that are all committed or, with `replay`, for a verification."""
-    if target.states is None:
-        return None
-    if replay is None:
-        return all_committed(rows, start, stop)
-    stores = bool(replay.any()) or not target.states.group.rule.defers  # the first leaves it to the one after it
-    return verifying(rows, start, replay[rows], int(stores))
+def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[torch.Tensor], with_none: bool) -> str | None:
+    """A description of what is wrong with a piece's logits, or None. with_none: read it without logits, too."""
+    states, own = rows.target.states, torch.cat(piece.right_tokens(right))
+    kept = None if states is None else states.copied()
+    read = list(piece.rows)
+    a, b = piece.start[read], piece.stop[read]
+    tried = f"{len(read)} row(s) are read from token {a.tolist()} to {b.tolist()}"
+    for logits_indices in _selections(b - a, with_none):
+        if states is not None and kept is not None:
+            states.put_back(kept)  # the piece is read several times, from the same states
+        with errors_named(rows.target.hf_model, tried):
+            ours = rows.read(piece, logits_indices)
+        if ours.shape != own[logits_indices].shape:
+            return f"returns logits {list(ours.shape)} instead of {list(own[logits_indices].shape)} when {tried}"
+        error = float(relative_errors(ours, own[logits_indices]).max()) if len(logits_indices) else 0.0
+        if not error <= _TOLERANCE:
+            return f"has a relative logit error of {error:.2g} in float32 (allowed: {_TOLERANCE:g}) when {tried}"
+    return None
 
 
 def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:

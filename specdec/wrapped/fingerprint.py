@@ -33,16 +33,17 @@ def weights_fingerprint(module: torch.nn.Module) -> str:
     Of each tensor, the sum of all elements' bits as integers (exact in any order, so the same on every device) and 64
     evenly spaced elements are hashed: one pass over the memory, no copy to the host.
     """
-    digest = hashlib.sha256()
-    for mark in _marks(module):
-        digest.update(repr(mark).encode())
-    return digest.hexdigest()[:16]
+    return _digits("".join(map(repr, _marks(module))))
 
 
 def tokens_fingerprint(head: Head, device: torch.device) -> str:
     """16 hex digits over the target's tokens that a head drafts on; they may be no part of its weights."""
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)).tolist()
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+    return _digits(json.dumps(ids))
+
+
+def _digits(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _marks(module: torch.nn.Module) -> list[_Mark]:
@@ -68,7 +69,7 @@ def target_fingerprint(model: PreTrainedModel) -> str:
 def _with_configuration(model: PreTrainedModel, weights: str) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
     parts = (weights, json.dumps(config, sort_keys=True, default=str), sorted(eos_ids(model.generation_config)))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return _digits(repr(parts))
 
 
 @torch.no_grad()
@@ -82,14 +83,14 @@ def shared_fingerprint(model: PreTrainedModel, group: Group = ALONE) -> tuple[st
     comparable between equal numbers of processes. Each has 16 hex digits.
     """
     marks = _marks(model)
-    own = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+    own = _digits(repr(marks))
     pairs = [(math.prod(shape), total) for _, shape, _, total, _ in marks]
     every = group.gather([[*map(_wrapped, pair)] for pair in [*pairs, (int(own, 16), 0)]])
     shares = [f"{rows[-1][0] % 2**64:016x}" for rows in every]
     steps = [group.copies(mark[0]) for mark in marks]
     totals = [_added([rows[i] for rows in every[::step]]) for i, step in enumerate(steps)]
     names = [(m[0], m[2], count, _wrapped(total)) for m, (count, total) in zip(marks, totals, strict=True)]
-    return _with_configuration(model, hashlib.sha256(repr(names).encode()).hexdigest()[:16]), shares
+    return _with_configuration(model, _digits(repr(names))), shares
 
 
 def _added(parts: list[list[int]]) -> tuple[int, int]:

@@ -1,46 +1,29 @@
-"""Probing a model before it is served, and its placeholder token ids of images, videos and sound: only text is
-served."""
+"""What a model is, found out before it is served, by its parts and by a forward; models that cannot be are refused."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
 from attention.hf.probe import AttentionCall, probe
 from attention.hf.weights import has_quantised
-from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
+from specdec.errors import UNNAMED_ERRORS, InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from specdec.wrapped.fp8 import Fp8Layers
-
-_FIELD = re.compile(r"(image|video|audio|speech)_(token|patch)_(id|index)")
-
-
-def placeholders(config: Any) -> dict[int, str]:
-    """Token id -> the field that names it, of a configuration and those inside it; {} for a model of text alone."""
-    found: dict[int, str] = {}
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            found |= placeholders(value)
-        elif _FIELD.fullmatch(name) and isinstance(value, int) and value >= 0:
-            found[value] = name
-    return found
-
+    from specdec.wrapped.quantised_layers import Fp8Layers
 
 _INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 """Attention with an indexer, in transformers 5.17: dense up to a length, see `attention.hf.model_specific`."""
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | _INDEXED_LAYERS
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name by which transformers' modeling files have the attention interface."""
-_MASK_READERS = {"alibi": "attention biased by distance"}
-"""Configuration fields of models with custom attention code, and their meaning."""
+_SAME_IN_TRAINING = (torch.nn.Linear, torch.nn.ModuleList, torch.nn.ModuleDict)
+"""What is made in training mode and computes the same in both modes."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +55,61 @@ class TargetProbe:
 def _fp8_layers(model: PreTrainedModel) -> Fp8Layers | None:
     if not has_quantised(model):
         return None
-    from specdec.wrapped.fp8 import fp8_layers
+    from specdec.wrapped.quantised_layers import fp8_layers
 
     return fp8_layers(model)
+
+
+def check_loaded_target(model: PreTrainedModel) -> None:
+    """Check that a loaded model can generate here, whatever its attention.
+
+    Raises:
+        UnsupportedModelError: an encoder and decoder, or no output layer over a vocabulary.
+        InvalidInputError: weights without values, on several devices, or on a device other than CPU and CUDA; a model
+            in training mode.
+    """
+    name = type(model).__name__
+    _check_not_dispatched(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} has an encoder and a decoder; causal language models are supported")
+    if not model.can_generate():
+        raise UnsupportedModelError(
+            f"{name} has no output layer over the vocabulary; load the model as AutoModelForCausalLM"
+        )
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if "meta" in places:
+        raise InvalidInputError("the model's weights lie on device 'meta' and have no values; load them first")
+    if len(places) > 1:
+        raise InvalidInputError(f"the model's weights lie on several devices ({', '.join(places)}); move it to one")
+    if model.device.type not in ("cpu", "cuda"):
+        raise InvalidInputError(f"the model is on {model.device}; CPU and CUDA are supported; use model.to(…)")
+    training = ((part, m) for part, m in model.named_modules() if m.training and not isinstance(m, _SAME_IN_TRAINING))
+    for part, module in training:
+        raise InvalidInputError(
+            f"the model is in training mode ({part or type(module).__name__}), where dropout changes its output; call "
+            "model.eval()"
+        )
+
+
+def _check_not_dispatched(model: PreTrainedModel) -> None:
+    """Check that accelerate moves no parts of a model between devices in each forward (`device_map`, offload).
+
+    Raises:
+        InvalidInputError: it does; the message names the hook, and where the parts lie.
+    """
+    # `_hf_hook` is accelerate's mark of a module that it runs; accelerate itself need not be installed.
+    hooked = [(name, m._hf_hook) for name, m in model.named_modules() if getattr(m, "_hf_hook", None) is not None]
+    if not hooked:
+        return
+    name, hook = hooked[0]
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    spread = f", its parts lie on {', '.join(sorted(places))}" if places else ""
+    raise InvalidInputError(
+        f"the model is run by hooks of accelerate ({type(hook).__name__} on {name or type(model).__name__!r}{spread}): "
+        "they move weights or inputs between devices in each forward (device_map with several devices, CPU or disk "
+        "offload), which is not supported; load the model onto one device (device_map={'': 0}, or without device_map), "
+        "or take the hooks off with accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+    )
 
 
 def probe_target(model: PreTrainedModel) -> TargetProbe:
@@ -104,11 +139,9 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             f"and no mask its forward raises {type(error).__name__}: {error}"
         ) from error
     calls, recurrent = found.calls, found.recurrent_calls
-    if recurrent:
-        layers = _mixed_layers(model, [*(call.module for call in calls), *(call.module for call in recurrent)])
-    else:
+    if not recurrent:
         _check_attention_alone(model, calls)
-        layers = _decoder_layers(model, calls)
+    layers = _decoder_layers(model, calls, recurrent)
     return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent, fp8)
 
 
@@ -158,18 +191,14 @@ def _check_reads_text(model: PreTrainedModel) -> None:
     except torch.OutOfMemoryError:
         raise
     except UNNAMED_ERRORS as error:
-        name = type(model).__name__
-        fails = f"{name}'s own forward fails on text" if _reads_text(model) else f"{name} does not read text alone"
+        kinds = getattr(model, "input_modalities", None) or "text"  # transformers': a name or several
+        text_alone = (
+            set([kinds] if isinstance(kinds, str) else kinds) == {"text"} and model.main_input_name == "input_ids"
+        )
+        reason = "'s own forward fails on text" if text_alone else " does not read text alone"
         raise UnsupportedModelError(
-            f"{fails}: on four tokens {'it' if _reads_text(model) else 'its own forward'} raises "
-            f"{type(error).__name__}: {error}"
+            f"{type(model).__name__}{reason}: on four tokens it raises {type(error).__name__}: {error}"
         ) from error
-
-
-def _reads_text(model: PreTrainedModel) -> bool:
-    """Whether a model reads text, according to transformers' input modalities."""
-    kinds = getattr(model, "input_modalities", None) or ("text",)
-    return set([kinds] if isinstance(kinds, str) else kinds) == {"text"} and model.main_input_name == "input_ids"
 
 
 def _knows_the_interface(model: PreTrainedModel) -> bool:
@@ -203,35 +232,29 @@ def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, .
 
 
 def _likely_reason(model: PreTrainedModel) -> str:
-    """The configuration field that makes a model read its attention mask, for messages."""
-    config = model.config.get_text_config()
-    for name, meaning in _MASK_READERS.items():
-        if value := getattr(config, name, None):
-            return f" ({meaning}: {name}={value} in its configuration)"
-    return ""
+    """The configuration field that makes a model read its attention mask, for messages; "" where none is known."""
+    alibi = getattr(model.config.get_text_config(), "alibi", None)
+    return f" (attention biased by distance: alibi={alibi} in its configuration)" if alibi else ""
 
 
-def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
-    """The layers that hold the attention modules in order, each as many (LongCat-Flash: two)."""
+def _decoder_layers(
+    model: PreTrainedModel, calls: tuple[AttentionCall, ...], recurrent: tuple[RecurrentCall, ...]
+) -> torch.nn.ModuleList:
+    """The layers that hold the attention modules in order, each as many (LongCat-Flash: two); of a model with recurrent
+    ones, a layer may have any number of these and of attention modules, or none."""
+    mixers = {*(call.module for call in calls), *(call.module for call in recurrent)}
+    num_layers = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) and len(calls) % len(module) == 0:
-            each = len(calls) // len(module)
-            holders = (layer for layer in module for _ in range(each))
+        if not isinstance(module, torch.nn.ModuleList) or not len(module):
+            continue
+        if recurrent:
+            if len(module) == num_layers and mixers <= set(module.modules()):
+                return module
+        elif len(calls) % len(module) == 0:
+            holders = (layer for layer in module for _ in range(len(calls) // len(module)))
             if all(any(m is c.module for m in layer.modules()) for layer, c in zip(holders, calls, strict=True)):
                 return module
     raise UnsupportedModelError(
-        f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"
-    )
-
-
-def _mixed_layers(model: PreTrainedModel, mixers: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
-    """The decoder layers of a model with recurrent ones: a layer may have any number of these modules, or none."""
-    num_layers = int(model.config.get_text_config().num_hidden_layers)
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
-            inside = set(module.modules())
-            if all(mixer in inside for mixer in mixers):
-                return module
-    raise UnsupportedModelError(
-        f"{type(model).__name__}: no list of {num_layers} decoder layers holds its recurrent and attention modules"
+        f"{type(model).__name__}: no list of {num_layers} decoder layers holds its attention and recurrent modules in "
+        "order"
     )

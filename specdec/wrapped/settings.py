@@ -10,8 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -67,12 +66,8 @@ class _Place(NamedTuple):
     def key(self) -> tuple[str, str]:
         return self.owner, self.name
 
-    def read(self) -> Any:
-        """The value; for a container or tensor an object that compares equal as long as the contents are the same."""
-        return _comparable(self.held_by.get(self.name, _MISSING))
 
-
-class Change(NamedTuple):
+class ChangedSetting(NamedTuple):
     """A setting that is another now: its name in words, and its values."""
 
     name: str
@@ -100,8 +95,9 @@ class Settings:
 
     Attributes:
         moving: keys of settings that forwards change themselves, which do not count.
-        places, values: settings that a look at their identity nearly always decides. deep, contents: containers and
-            tensors. Both are held, so nothing new can have their identity.
+        places, values: of all settings; a look at their identity nearly always decides. Values are held, so nothing new
+            can have their identity.
+        contents: of containers and tensors, by number among the values, in a form that compares what is in them.
         sizes: how many attributes each module had. kinds: their classes.
     """
 
@@ -109,48 +105,36 @@ class Settings:
     moving: frozenset[tuple[str, str]]
     places: tuple[_Place, ...]
     values: list[Any]
-    deep: tuple[_Place, ...]
-    contents: list[Any]
+    contents: dict[int, Any]
     modules: tuple[nn.Module, ...]
     sizes: list[int]
     kinds: list[type]
 
     @classmethod
-    def of(cls, *roots: nn.Module, moving: frozenset[tuple[str, str]] = frozenset()) -> Settings:
-        """The current settings."""
+    def of(
+        cls, *roots: nn.Module, moving: frozenset[tuple[str, str]] = frozenset(), built_in_only: bool = False
+    ) -> Settings:
+        """The current settings; or only those that rounds do not read again."""
         named = [
             (f"{type(root).__name__} {name}" if number else name, module)
             for number, root in enumerate(roots)
             for name, module in root.named_modules()
         ]
-        found = [place for place in _places(named) if place.key not in moving]
-        deep = tuple(p for p in found if isinstance(p.held_by[p.name], (torch.Tensor, *_CONTAINERS)))
-        places = tuple(p for p in found if not isinstance(p.held_by[p.name], (torch.Tensor, *_CONTAINERS)))
-        modules = tuple(module for _, module in named)
-        return cls(
-            *(roots, moving, places, _read(places), deep, [place.read() for place in deep]),
-            *(modules, _sizes(modules), list(map(type, modules))),
-        )
+        found = (place for place in _places(named) if place.key not in moving)
+        places = tuple(place for place in found if place.built_in or not built_in_only)
+        values, modules = _read(places), tuple(module for _, module in named)
+        deep = {i: _comparable(v) for i, v in enumerate(values) if isinstance(v, (torch.Tensor, *_CONTAINERS))}
+        return cls(roots, moving, places, values, deep, modules, _sizes(modules), list(map(type, modules)))
 
     def settled(self) -> Settings:
         """The settings after forwards that ran since, without those that were changed or added meanwhile."""
-        now = Settings.of(*self.roots)
-        known = {place.key for place in (*self.places, *self.deep)}
         moved = {place.key for place, _, _ in self._different()}
-        moving = moved | ({place.key for place in (*now.places, *now.deep)} - known)
-        return Settings.of(*self.roots, moving=frozenset(moving))
+        added = {place.key for place in self._added()}
+        return Settings.of(*self.roots, moving=self.moving | moved | added)
 
     def read_at_loading(self) -> Settings:
-        """The settings that rounds do not read again."""
-        here = [place.built_in for place in self.places]
-        inside = [place.built_in for place in self.deep]
-        return replace(
-            self,
-            places=tuple(compress(self.places, here)),
-            values=list(compress(self.values, here)),
-            deep=tuple(compress(self.deep, inside)),
-            contents=list(compress(self.contents, inside)),
-        )
+        """The current settings that rounds do not read again."""
+        return Settings.of(*self.roots, moving=self.moving, built_in_only=True)
 
     def renewed(self) -> Settings:
         """The current settings, including new ones."""
@@ -165,38 +149,34 @@ class Settings:
             and next(self._different(), None) is None
         )
 
-    def change(self) -> Change | None:
+    def change(self) -> ChangedSetting | None:
         """The first setting that is another now."""
         for place, before, now in self._different():
-            return Change(f"{place.owner}.{place.name}", before, now)
+            return ChangedSetting(f"{place.owner}.{place.name}", before, now)
         return None
 
     def hidden(self) -> str | None:
         """Name of an attribute that a module has got since and that hides one of its class: a function, for example."""
         if _sizes(self.modules) == self.sizes:
             return None
-        known = {place.key for place in (*self.places, *self.deep)} | self.moving
-        now = Settings.of(*self.roots)
-        owners = {id(vars(module)): type(module) for module in now.modules}
-        return next(
-            (
-                f"{place.owner}.{place.name}"
-                for place in (*now.places, *now.deep)
-                if place.key not in known and hasattr(owners.get(id(place.held_by)), place.name)
-            ),
-            None,
-        )
+        owners = {id(vars(module)): type(module) for root in self.roots for module in root.modules()}
+        hiding = (each for each in self._added() if hasattr(owners.get(id(each.held_by)), each.name))
+        return next((f"{each.owner}.{each.name}" for each in hiding), None)
+
+    def _added(self) -> Iterator[_Place]:
+        known = {place.key for place in self.places} | self.moving
+        return (place for place in Settings.of(*self.roots).places if place.key not in known)
 
     def _different(self) -> Iterator[tuple[_Place, Any, Any]]:
         now = _read(self.places)
         if not all(map(operator.is_, now, self.values)):
-            for place, before, found in zip(self.places, self.values, now, strict=True):
-                if before is not found and not (type(before) in _PLAIN and before == found):
-                    yield place, before, found
-        for place, before in zip(self.deep, self.contents, strict=True):
-            found = place.read()
-            if before != found:
-                yield place, before, found
+            for number, (before, found) in enumerate(zip(self.values, now, strict=True)):
+                same = before is found or (type(before) in _PLAIN and before == found)
+                if not same and number not in self.contents:
+                    yield self.places[number], before, found
+        for number, before in self.contents.items():
+            if before != (found := _comparable(now[number])):
+                yield self.places[number], before, found
 
 
 def _sizes(modules: Iterable[nn.Module]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedConfig
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.groups import Runner
@@ -22,14 +24,16 @@ from attention.hf.training_mode import evaluating, trainable_modules
 from attention.runner import PlannedBatch
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
-from specdec.wrapped.alterations import Alterations, Hook
+from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import RotaryPositions, find_long_rope, looked_up
-from specdec.wrapped.probing import TargetProbe, decoder_of, last_states, placeholders
+from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
 
 if TYPE_CHECKING:
     from attention.recurrence.hf_port import RecurrentPort
     from attention.recurrence.runner import Recur, StateRunner
+
+_PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(token|patch)_(id|index)")
 
 
 class AuxStateRecorder:
@@ -60,9 +64,9 @@ class AuxStateRecorder:
             if layer == FINAL_NORM:
                 alterations.hook_after(decoder_of(probed.model), partial(self._after_decoder, place))
             elif layer == num_layers:
-                alterations.hook_after(probed.layers[-1], _AfterLayer(partial(self._store, place)))
+                alterations.hook_after(probed.layers[-1], partial(self._after_layer, place))
             else:
-                alterations.hook_before(probed.layers[layer], _BeforeLayer(partial(self._store, place)))
+                alterations.hook_before(probed.layers[layer], partial(self._before_layer, place))
 
     @contextmanager
     def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
@@ -100,6 +104,12 @@ class AuxStateRecorder:
         if self._on:
             self._store(place, last_states(module, output, self._width))
 
+    def _before_layer(self, place: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._store(place, args[0] if args else kwargs["hidden_states"])
+
+    def _after_layer(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._store(place, output[0] if isinstance(output, tuple) else output)
+
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
             return
@@ -131,20 +141,6 @@ class AuxStateRecorder:
         return rows
 
 
-class _BeforeLayer(Hook):
-    """Passes on the states that a decoder layer gets."""
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call(args[0] if args else kwargs["hidden_states"])
-
-
-class _AfterLayer(Hook):
-    """Passes on the states that a decoder layer returns."""
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self.call(output[0] if isinstance(output, tuple) else output)
-
-
 @dataclass(frozen=True)
 class TargetOutput:
     """logits [R, V] at the logits indices; aux_hidden_states [T, A·Ht], the aux hidden states.
@@ -164,7 +160,7 @@ class Target:
         states, fp8: the states of its recurrent layers, and its FP8 layers; None where it has none.
         uncalled: modules whose weights rounds read without calling them (MLA's up projections). tabulated: modules
             whose results were computed at loading (rotary modules of longrope models).
-        placeholders: token ids of images, videos and sound, see `specdec.wrapped.probing`.
+        placeholders: token ids of images, videos and sound, which are refused: only text is served.
         long_rope: the rule of a longrope model's requests; None for other models.
         alterations: changes to the model for this target and its executor.
         group: the processes that run it together.
@@ -309,6 +305,17 @@ class Target:
     def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""
         return self._recorder.buffer[:num_tokens]
+
+
+def placeholders(config: Any) -> dict[int, str]:
+    """Token id -> the field that names it, of a configuration and those inside it; {} for a model of text alone."""
+    found: dict[int, str] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found |= placeholders(value)
+        elif _PLACEHOLDER.fullmatch(name) and isinstance(value, int) and value >= 0:
+            found[value] = name
+    return found
 
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:

@@ -281,11 +281,12 @@ def test_half_precision(name: str, dtype: torch.dtype, batch: str, variant: str)
                 ("pages of 1", "verify, q = 2"),
                 ("7 heads to 1", "prefill"),
                 ("window", "single long, q = 6"),
-                *((f"head dim {dim}", "mixed") for dim in (16, 80, 96, 112, 160, 192)),
+                *((f"head dim {dim}", "mixed") for dim in (16, 112, 192)),
                 ("head dim 512", "verify, q = 3"),
-                ("wide keys", "mixed"),
             )
         ),
+        *(pytest.param(f"head dim {dim}", "mixed", marks=pytest.mark.long) for dim in (80, 96, 160)),
+        pytest.param("wide keys", "mixed", marks=pytest.mark.long),
     ],
 )
 def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
@@ -303,7 +304,8 @@ def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
     "variant",
     [
         "8 bits, scaled",
-        *(pytest.param(v, marks=pytest.mark.slow) for v in ("8 bits, head dim 80", "8 bits, window, HND")),
+        pytest.param("8 bits, head dim 80", marks=pytest.mark.long),
+        pytest.param("8 bits, window, HND", marks=pytest.mark.slow),
     ],
 )
 def test_our_kernel_reads_8_bits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_the_floor_of_uneven_rows_counts_every_key() -> None:
 def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     """From the command line: a line for each K and batch, in order, and why there are no graphs."""
     out = tmp_path / "round.jsonl"
-    options = "--shape tiny-qwen3.5 --device cpu --drafts 0,3 --rows 1,2 --prompt 5 9 --new-tokens 49 --repeats 1"
+    options = "--shape tiny-qwen3.5 --device cpu --drafts 0,3 --rows 1,2 --prompt 5 9 --new-tokens 25 --repeats 1"
     kind = "--acceptance 1 --sampled --greedy-share 0.5"
     done = CliRunner().invoke(main, [*options.split(), *kind.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output

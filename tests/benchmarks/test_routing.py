@@ -12,9 +12,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from benchmarks.routing import HeldRoutes, expert_work
 from benchmarks.shapes import Pair, random_pair
-from specdec.ops.experts import CAPTURABLE, capturable_experts, paired_experts, using_capturable_experts
-from specdec.wrapped import fp8
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.ops.mixtures.choice import CAPTURABLE, capturable_experts, own_form, using_capturable_experts
+from specdec.wrapped import quantised_layers
+from specdec.wrapped.quantised_layers import Mxfp4Experts
 
 CPU = torch.device("cpu")
 LAYERS, PER_TOKEN, EXPERT = 3, 6, 3 * 256 * 128
@@ -81,10 +81,10 @@ def test_a_model_without_experts_has_none() -> None:
 @pytest.fixture
 def own_forms() -> Iterator[None]:
     """What holding routes replaces is put back."""
-    before = fp8.fp8_experts
+    before = quantised_layers.own_form
     yield
     ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)
-    fp8.fp8_experts = before
+    quantised_layers.own_form = before
 
 
 def _keeping(graphs: list[torch.fx.GraphModule]) -> Any:
@@ -129,7 +129,7 @@ def test_held_routes() -> None:
         found = compiled(hidden, torch.zeros_like(table[:5]), weights)
         other = compiled(hidden, torch.ones_like(table[:5]), weights)
     assert torch.equal(found, other)
-    assert torch.allclose(found, paired_experts(mixture, hidden, table[:5], weights))
+    assert torch.allclose(found, own_form(mixture, hidden, table[:5], weights))
     work = pair.routes.work(7)
     assert work.distinct == sum(len(set(t[:7].flatten().tolist())) for t in pair.routes.tables[: int(work.layers)])
     assert pair.experts([[1] * 20] * 2, 3, 8)[0].distinct == pair.routes.work(8).distinct

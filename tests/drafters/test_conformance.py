@@ -79,9 +79,9 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
     [
         ("eagle3", SHORT_OF_PAGES),
         *(pytest.param(name, SHORT_OF_PAGES, marks=pytest.mark.slow) for name in DRAFTERS[1:]),
-        pytest.param("eagle3", {}, marks=pytest.mark.slow),
-        *(pytest.param(n, {"max_num_batched_tokens": 12}, marks=pytest.mark.slow) for n in ("eagle3", "mimo")),
-        pytest.param("deepseek_v3", {"max_num_batched_tokens": 12}, marks=pytest.mark.long),
+        pytest.param("eagle3", {}, marks=pytest.mark.long),
+        pytest.param("mimo", {"max_num_batched_tokens": 12}, marks=pytest.mark.slow),
+        *(pytest.param(n, {"max_num_batched_tokens": 12}, marks=pytest.mark.long) for n in ("eagle3", "deepseek_v3")),
     ],
 )
 @torch.inference_mode()
@@ -108,7 +108,7 @@ def test_tokens_are_the_targets_greedy_ones(name: str, make: Callable[[str], Pai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["eagle3", pytest.param("deepseek_v3", marks=pytest.mark.long)])
 @torch.inference_mode()
 def test_one_zeroed_slot_of_the_heads_cache_is_seen(
     name: str, make: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch

@@ -68,7 +68,7 @@ def through_engine(wrapped: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "qwen3_5_moe")) for n in FAMILIES])
 @torch.inference_mode()
 def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case(name, context=0.02)
@@ -86,7 +86,9 @@ def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Call
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", pytest.param("lfm2", marks=pytest.mark.slow), "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in ("nemotron_h", "lfm2")), "mamba2"]
+)
 @torch.inference_mode()
 def test_an_eagle3_head_reads_true_states(name: str) -> None:
     model = tiny_hybrid(name)

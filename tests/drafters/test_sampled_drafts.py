@@ -103,7 +103,7 @@ def test_drawn_drafts_are_the_oracles(
     [
         ("mimo", 2, 3),
         pytest.param("mimo", 3, 5, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", 2, 4, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 2, 4, marks=pytest.mark.long),
     ],
 )
 def test_drawn_drafts_of_several_modules_are_the_oracles(
@@ -129,7 +129,7 @@ def wrong_of(make: Callable[[str], Pair], execution: dict[str, Any]) -> list[int
     return [i for i, (ours, oracle) in enumerate(compared) if ours != oracle]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_uniforms_of_the_next_position_are_seen(
     execution: dict[str, Any],
     make: Callable[[str], Pair],  # noqa: F811
@@ -146,7 +146,7 @@ def one_further(sampling: SamplingRound, plain: Callable[[SamplingRound], Any]) 
     return plain(replace(sampling, first=sampling.first + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("execution", ["graphs"], indirect=True)
 def test_another_distribution_of_the_head_is_seen(
     execution: dict[str, Any],

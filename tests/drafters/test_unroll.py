@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
-from drafters.base import Attend
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
+from drafters.loops.base import Attend
 from drafters.oracle import oracle_drafts
 from drafters.training.objective import Batch, chain_mask, draft_targets, evaluate_batch
 from drafters.unroll import TttAttend, shift_left, unroll

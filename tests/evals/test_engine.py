@@ -74,7 +74,7 @@ def one_too_many(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: tor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [accepts_everything, one_too_many])
+@pytest.mark.parametrize("rule", [pytest.param(accepts_everything, marks=pytest.mark.long), one_too_many])
 def test_a_wrong_greedy_rule_fails(
     plant: SimpleNamespace, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any
 ) -> None:

@@ -24,7 +24,7 @@ from evals.runs.conversations import ModelSpec, Worker
 from evals.runs.store import RunStore
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.names import builtin_names, builtin_path
 from tests.hybrids import RecallHead, greedy_text, tiny_config, tiny_hybrid
 
 pytest.importorskip("scipy")
@@ -35,7 +35,7 @@ pytestmark = [
 VOCAB, SAID = 2048, (70, 75, 80)
 """Tokens of the tokenizer, and those that the tiny models say: a head that guesses among them is right now and then."""
 KINDS = ("mamba2", "qwen3_next", "lfm2")
-CHECKED = [kind if kind == "mamba2" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+CHECKED = [pytest.param(kind, marks=[pytest.mark.long] * (kind == "lfm2")) for kind in KINDS]
 """Checks that are alike but for the target take two of them or one; each is under several commands."""
 Folders = tuple[str, str]
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from transformers import LlamaForCausalLM
 
 from specdec.cli.main import cli
-from specdec.loading.builtin import builtin_names
+from specdec.loading.names import builtin_names
 from specdec.options import LoadOptions
 
 ROOT = Path(__file__).parents[2]

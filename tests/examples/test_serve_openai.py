@@ -25,7 +25,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from specdec import Grammar, SamplingParams, SpeculativeModel  # noqa: E402
-from specdec.loading.builtin import builtin_path  # noqa: E402
+from specdec.loading.names import builtin_path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs?"}]

@@ -13,7 +13,7 @@ import torch
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelChangedError
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from tests.agreement import agreement
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install 'specdec-hf[peft]'")

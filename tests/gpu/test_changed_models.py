@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from specdec import InvalidInputError, ModelChangedError, SamplingParams, SpecdecWarning, SpeculativeModel
-from specdec.loading.builtin import builtin_names
+from specdec.loading.names import builtin_names
 
 pytestmark = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in targets")
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "kv_cache_tokens": 4096, "num_speculative_tokens": 5}

@@ -14,10 +14,9 @@ from functools import cache
 import pytest
 import torch
 
-from evals.lossless.distribution import NodesAt, against, sample
-from evals.lossless.evidence import Evidence, Sampled, measure
+from evals.lossless.distribution import NodesAt, Place, against, sample
+from evals.lossless.evidence import Sampled
 from evals.lossless.greedy import Replay
-from evals.lossless.places import Place
 from evals.lossless.verdicts import ConfigurationFit
 from evals.runs.conversations import Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
@@ -52,15 +51,14 @@ def built_in(draft_sampling: str, defect: str = "", backend: str = "flashinfer")
 
 
 @cache
-def alone() -> tuple[tuple[Place, ...], tuple[NodesAt, ...], tuple[Sampled, ...], tuple[Evidence, ...]]:
+def alone() -> tuple[tuple[Place, ...], tuple[NodesAt, ...], tuple[Sampled, ...]]:
     """Two places where the pair hesitates, and what the target says there without drafts."""
     with built_in("probabilistic") as model:
         replay = Replay(model.hf_model)
         places = hot_places(model, replay)
         baseline = tuple(drawn(model, places, ALONE))
         nodes = tuple(NodesAt(replay, place.prompt, SAMPLING) for place in places)
-        evidence = tuple(measure(one, known, is_exact=False) for one, known in zip(baseline, nodes, strict=True))
-        return places, nodes, baseline, evidence
+        return places, nodes, baseline
 
 
 def drawn(model: SpeculativeModel, places: tuple[Place, ...], arm: Configuration) -> list[Sampled]:
@@ -68,10 +66,10 @@ def drawn(model: SpeculativeModel, places: tuple[Place, ...], arm: Configuration
 
 
 def fit(draft_sampling: str, defect: str = "", backend: str = "flashinfer") -> ConfigurationFit:
-    places, nodes, baseline, evidence = alone()
+    places, nodes, baseline = alone()
     with built_in(draft_sampling, defect, backend) as model:
         found = drawn(model, places, SPECULATIVE)
-    return against(SPECULATIVE, baseline, evidence, found, nodes)
+    return against(SPECULATIVE, baseline, found, nodes)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "batch_invariant"])

@@ -9,9 +9,11 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from specdec.ops.experts import expert_matmul, mixtures, using_capturable_experts
 from specdec.ops.fp8 import FP8, dequantised
-from specdec.ops.routed import SOFTMAX, SUM, activated, best_experts, dequantised_mxfp4, routed_experts
+from specdec.ops.mixtures import Gating
+from specdec.ops.mixtures.choice import mixtures, using_capturable_experts
+from specdec.ops.mixtures.paired import expert_matmul
+from specdec.ops.mixtures.routed import SOFTMAX, SUM, activated, best_experts, dequantised_mxfp4, routed_experts
 
 CUDA = torch.device("cuda")
 LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -55,7 +57,7 @@ def test_matmuls_equal_float64(
     stack = stack.transpose(1, 2) if transposed else stack
     index = routes(tokens, experts, chosen)
     expected = torch.stack([(stack[i].double() * v.double()[:, None]).sum(-1) for i, v in zip(index, x, strict=True)])
-    assert relative_error(expert_matmul(x, stack, index), expected) <= LIMIT[dtype]
+    assert relative_error(expert_matmul(x, stack, None, index), expected) <= LIMIT[dtype]
 
 
 def test_every_token_on_one_expert() -> None:
@@ -63,15 +65,15 @@ def test_every_token_on_one_expert() -> None:
     index = torch.full((50, 1), 2, device=CUDA)
     half = [t.to(torch.bfloat16) for t in (x, stack)]
     expected = half[0].double() @ half[1][2].double().T
-    assert relative_error(expert_matmul(*half, index), expected) <= LIMIT[torch.bfloat16]
+    assert relative_error(expert_matmul(*half, None, index), expected) <= LIMIT[torch.bfloat16]
 
 
 def test_the_comparison_can_fail() -> None:
     x, stack = torch.randn(5, 1, 128, device=CUDA).half(), torch.randn(4, 64, 128, device=CUDA).half()
     index = routes(5, 4, 2)
-    right = expert_matmul(x, stack, index)
+    right = expert_matmul(x, stack, None, index)
     stack[index[0, 0]] = 0
-    assert relative_error(expert_matmul(x, stack, index), right) > 0.1
+    assert relative_error(expert_matmul(x, stack, None, index), right) > 0.1
 
 
 def mixture() -> DeepseekV2Experts:
@@ -184,8 +186,8 @@ def test_gpt_oss_and_packed_experts(
 def test_few_tokens_in_four_bits_equal_tiles(tokens: int, chosen: int, experts: int, form: tuple[Any, ...]) -> None:
     """Without biases, all exponents that bfloat16 has, NaN in an unused expert, all pairs of one expert; another sign
     of a chosen expert's weights changes the result."""
-    from specdec.ops.mxfp4_kernel import Gating, few_mxfp4
-    from specdec.ops.routed_kernel import launch_routed, tilings_of
+    from specdec.ops.mixtures.mxfp4_kernel import few_mxfp4
+    from specdec.ops.mixtures.routed_kernel import launch_routed, tilings_of
 
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 352, device=CUDA).bfloat16()

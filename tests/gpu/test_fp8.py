@@ -19,7 +19,6 @@ from specdec import SamplingParams, SpeculativeModel
 from specdec.compiler.siblings import SiblingFp8Linear
 from specdec.errors import SpecdecWarning, UnsupportedModelError
 from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
-from specdec.ops.experts import fp8_expert_matmul
 from specdec.ops.fp8 import (
     FP8,
     add_rms_norm_fp8,
@@ -30,6 +29,7 @@ from specdec.ops.fp8 import (
     rms_norm_fp8,
     silu_product_fp8,
 )
+from specdec.ops.mixtures.paired import expert_matmul
 from tests.fp8 import DEEPSEEK, LLAMA, QWEN, gaps, prompts, quantised, reference, write
 from tests.router_ties import check_tokens
 
@@ -105,7 +105,7 @@ def test_matmuls_are_those_of_float32(tokens: int, rows: int, width: int) -> Non
 @pytest.mark.parametrize("splits", [2, 5, 8])
 def test_splits_add_up_to_the_same_bits_every_time(tiling: tuple[Any, ...], splits: int) -> None:
     """Also beside other tokens; whole and cut steps; scales of one number for the whole weight."""
-    from specdec.ops.fp8_kernel import Tiling, launch_fp8_matmul
+    from specdec.ops.fp8_kernel import Fp8Tiling, launch_fp8_matmul
 
     torch.manual_seed(0)
     for width in (4096, 14_336, 1000):
@@ -113,7 +113,7 @@ def test_splits_add_up_to_the_same_bits_every_time(tiling: tuple[Any, ...], spli
         weight = torch.randn(1000, width, device=CUDA).to(FP8)
         one = torch.rand(1, 1, device=CUDA).expand(8, -(-width // 128))
         for scale in (torch.rand(8, -(-width // 128), device=CUDA) + 0.2, one):
-            given, tile = (weight, scale, torch.float32), Tiling(*tiling, splits)
+            given, tile = (weight, scale, torch.float32), Fp8Tiling(*tiling, splits)
             ours = launch_fp8_matmul(x, x_scale, *given, tile)
             assert error(ours, reference_matmul(x, x_scale, weight, scale)) < 2e-3
             assert all(torch.equal(ours, launch_fp8_matmul(x, x_scale, *given, tile)) for _ in range(20))
@@ -145,12 +145,12 @@ def test_one_scale_a_weight_and_a_bias() -> None:
 @pytest.mark.parametrize(("tokens", "own", "chosen"), [(1, 1, 8), (3, 8, 8), (40, 1, 8), (300, 8, 8)])
 def test_experts_are_those_of_float32(tokens: int, own: int, chosen: int) -> None:
     torch.manual_seed(0)
-    x, x_scale = fp8_quantise(torch.randn(tokens * own, 768, device=CUDA, dtype=HALF))
+    x = torch.randn(tokens, own, 768, device=CUDA)
     stack, scales = torch.randn(32, 512, 768, device=CUDA).to(FP8), torch.rand(32, 4, 6, device=CUDA) + 0.2
-    index = torch.randint(32, (tokens, chosen), device=CUDA)
-    given = x.view(tokens, own, 768), x_scale.view(tokens, own, 6), stack, scales, index
-    right = fp8_expert_matmul(*(t.cpu() for t in given), torch.float32)
-    assert error(fp8_expert_matmul(*given, torch.float32).cpu(), right) < 2e-3
+    index = torch.rand(tokens, 32, device=CUDA).topk(chosen, -1).indices
+    given = x, stack, scales, index
+    right = expert_matmul(*(t.cpu() for t in given))
+    assert error(expert_matmul(*given).cpu(), right) < 2e-3
 
 
 def test_a_captured_chain_of_matmuls_follows_its_input() -> None:

@@ -15,7 +15,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from attention.batch.host import HostBatch
 from benchmarks.shapes import SHAPES
-from drafters.loops.module_passes import FixedModules
+from drafters.loops.fixed_forms import FixedModules
 from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec import Completion

@@ -18,7 +18,7 @@ from fakes import engine_of, free_everywhere
 from transformers import AutoModelForCausalLM
 
 from specdec import Handoff, SamplingParams, SpeculativeModel
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.names import builtin_names, builtin_path
 from tests.fp8 import gaps
 from tests.public.test_handoff import PAIRS, PROMPTS, lived
 

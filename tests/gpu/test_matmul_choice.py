@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.compiler.gemm_selection import ChoiceStore, GpuTimer, Selection, Wanted, select_products
-from specdec.ops.gemm_choice import ProductShape, chosen_launch, fastest, forget, use
-from specdec.ops.gemm_library import Library, library_of
+from specdec.compiler.gemm_selection import ChoiceStore, GpuTimer, choose, choose_products, fastest
+from specdec.ops.gemm import Library, ProductShape, chosen_launch, forget, library_of, use
 from specdec.ops.linear import few_tokens_linear, invariant_linear, usual_product
 
 pytest.importorskip("nvmath")
@@ -71,7 +70,7 @@ def test_the_chosen_one_follows_its_input_in_a_graph(library: Library, rows: int
     algorithms = matmul.algorithms()
     choice = fastest(algorithms, matmul.launcher, usual_product, GpuTimer([weight], tokens))
     scratch = [each for each in algorithms if each.workspace]
-    for algorithm in [choice.algorithm or algorithms[0], *scratch[:3]]:
+    for algorithm in [choice or algorithms[0], *scratch[:3]]:
         use(CUDA, shape, matmul.launcher(algorithm))
         few_tokens_linear(x, weight)
         graph = torch.cuda.CUDAGraph()
@@ -107,32 +106,28 @@ def test_two_streams_at_once_do_not_disturb_each_other(library: Library) -> None
 def test_choices_are_read_at_the_next_start(library: Library, tmp_path: Path) -> None:
     """The same algorithms, hence the same bits; a planted one that does not exist is timed anew."""
     x, weight = tensors(4096, 4096, 96)
-    wanted = [Wanted([weight], frozenset({24, 48, 96}))]
+    wanted = {ProductShape(weight.dtype, 4096, 4096, tokens): [weight] for tokens in (24, 48, 96)}
     store = ChoiceStore("test", library.version, tmp_path)
-    first = Selection(library, store)
-    first.choose(wanted)
-    assert (first.tally.timed, first.tally.read) == (3, 0)
+    first = choose(wanted, library, store)
+    assert (first.timed, first.read) == (3, 0)
     before = few_tokens_linear(x, weight)
     forget()
-    second = Selection(library, store)
-    second.choose(wanted)
-    assert (second.tally.timed, second.tally.read, second.tally.chosen) == (0, 3, first.tally.chosen)
+    second = choose(wanted, library, store)
+    assert (second.timed, second.read, second.chosen) == (0, 3, first.chosen)
     assert torch.equal(few_tokens_linear(x, weight), before)
     text = store.path.read_text()
     for choice in store.read().values():
-        if choice.algorithm is not None:
-            text = text.replace(choice.algorithm.data.hex(), "ff" * 64)
+        if choice is not None:
+            text = text.replace(choice.data.hex(), "ff" * 64)
     store.path.write_text(text)
-    third = Selection(library, store)
-    third.choose(wanted)
-    assert third.tally.timed == first.tally.chosen
+    assert choose(wanted, library, store).timed == first.chosen
 
 
 def test_what_was_done_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _, weight = tensors(4096, 4096, 96)
-    assert "1 timed" in select_products([Wanted([weight], frozenset({96}))])
-    assert "1 from disk, 0 timed" in select_products([Wanted([weight], frozenset({96}))])
+    layer = torch.nn.Linear(4096, 4096, bias=False, device=CUDA, dtype=torch.bfloat16)
+    assert "1 timed" in choose_products([(layer, {96})])
+    assert "1 from disk, 0 timed" in choose_products([(layer, {96})])
 
 
 def test_batch_invariant_matmuls_use_no_choice() -> None:

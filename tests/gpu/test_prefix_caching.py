@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.loading.builtin import builtin_names
+from specdec.loading.names import builtin_names
 from specdec.requests.stats import pool_requests
 from tests.specdec.engine.shared_prompts import expected_hits, five_shots
 from tests.specdec.engine.test_prefix_caching import found_by, lived

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from tests.gpu.test_logits_options import QUESTIONS

@@ -89,7 +89,7 @@ def test_raw_ones_are_close_to_a_plain_forward(drafts: int) -> None:
     """Half precision: within what two forwards over other shapes differ by."""
     from transformers import AutoModelForCausalLM
 
-    from specdec.loading.builtin import builtin_path
+    from specdec.loading.names import builtin_path
 
     plain = AutoModelForCausalLM.from_pretrained(builtin_path("gsm-llama"), dtype=torch.float16).cuda().eval()
     found = []

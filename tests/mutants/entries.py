@@ -30,7 +30,7 @@ class Mutant:
         id: its name. file: relative to the repository's root.
         old, new: `old` stands once in the file and is replaced by `new`.
         does: the defect, in a few words.
-        tests: files of which at least one test must fail.
+        tests: files, or tests by their names in pytest, of which at least one must fail.
         killed: "quick" or "test", see `PLACES`; None for an equivalent one, or where it is not known yet.
         equivalent: why no test can see it; None of all others.
     """
@@ -79,7 +79,7 @@ class Mutant:
             raise WrongEntryError(f"{self.id}: both killed and equivalent; give one of them")
         if not self.tests:
             raise WrongEntryError(f"{self.id}: no tests; name the narrowest file that fails")
-        missing = [name for name in self.tests if not (ROOT / name).is_file()]
+        missing = [name for name in self.tests if not (ROOT / name.partition("::")[0]).is_file()]
         if missing:
             raise WrongEntryError(f"{self.id}: there are no tests {', '.join(missing)}")
 

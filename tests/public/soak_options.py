@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from tests import fakes
 from tests.specdec.logits import test_requests
 

@@ -170,7 +170,7 @@ def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
     """By name, with draft="auto" and the tokenizer of the base."""
     from transformers import AutoModelForCausalLM
 
-    from specdec.loading.builtin import builtin_path
+    from specdec.loading.names import builtin_path
 
     target = builtin_path("gsm-llama")
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ from tests.specdec.execution.test_graphs import (
     with_graphs,
 )
 
-EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "32"))
+EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "20"))
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 NEW = 5
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -527,7 +527,7 @@ def refused(wrapped: Wrapped, change: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "adapted"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "adapted"])
 def test_rounds_from_graphs_refuse_what_they_have_built_in(kind: str, graphs_on_cpu: Any) -> None:  # noqa: F811
     """Emulated graphs call modules; so not with fewer layers, which they miss before the check is made."""
     model = made(kind, Steering())

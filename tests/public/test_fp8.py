@@ -19,11 +19,11 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
 from specdec.loading.backends import check_backend_fits
-from specdec.loading.memory import check_weights_fit
-from specdec.ops import experts as fp8_experts
+from specdec.loading.sizes import check_weights_fit
 from specdec.ops import fp8 as operators
-from specdec.wrapped.fp8 import Fp8Linear
+from specdec.ops.mixtures import routed as of_experts
 from specdec.wrapped.probing import probe_target
+from specdec.wrapped.quantised_layers import Fp8Linear
 from tests.fakes import load_target
 from tests.fp8 import (
     DEEPSEEK,
@@ -73,7 +73,10 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "static"),
-    [(LLAMA, False), (LLAMA, True), (DEEPSEEK, False), pytest.param(QWEN, False, marks=pytest.mark.long)],
+    [
+        *((LLAMA, False), pytest.param(LLAMA, True, marks=pytest.mark.long)),
+        *((DEEPSEEK, False), pytest.param(QWEN, False, marks=pytest.mark.long)),
+    ],
     ids=["llama", "static", "deepseek", "qwen"],
 )
 def test_tokens_are_those_of_the_arithmetic_written_plainly(
@@ -165,7 +168,7 @@ def test_an_operator_with_wrong_scales_is_refused(
 ) -> None:
     """Both of the logits' self-test's readings would have the same mistake; the operators' own finds it."""
     folder = write(tmp_path / "target", sizes)
-    place = operators if sizes is LLAMA else fp8_experts
+    place = operators if sizes is LLAMA else of_experts
     monkeypatch.setattr(place, "reference_matmul", shifted(operators.reference_matmul))
     with pytest.raises(
         UnsupportedModelError, match=r"a matmul of quantised weights comes out wrong on cpu: relative error .*weight of"
@@ -205,7 +208,7 @@ def test_schemes_without_an_operator_are_refused_before_weights_are_read(
     folder = configure(write(tmp_path / "target", LLAMA), quantization_config=SCHEME | changes)
     (folder / "model.safetensors").unlink()
     (folder / "model-00001-of-00001.safetensors").write_bytes(b"")
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)

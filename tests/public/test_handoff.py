@@ -102,10 +102,6 @@ DEFECTS: dict[str, tuple[Callable[..., Handoff], int]] = {
 }
 
 
-SEEN = ("blocks in another order", "no pages of the head", "another key")
-"""One of pages, one of the head's, one of what draws: the others are much like these, and long tests."""
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
     """Without prefix caching: spoiled pages would be found again."""
@@ -116,8 +112,8 @@ def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
         yield p, d
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n in SEEN else pytest.param(n, marks=pytest.mark.long) for n in DEFECTS])
+@pytest.mark.long
+@pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_seen(name: str, pair: tuple[SpeculativeModel, SpeculativeModel]) -> None:
     """What moves is needed: the comparison fails without any part of it (tokens alone would hide the head's)."""
     (p, d), (spoil, sampled) = pair, DEFECTS[name]

@@ -11,7 +11,8 @@ from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM, 
 
 from benchmarks.sweep_configs import named_cases
 from benchmarks.sweep_models import build
-from drafters.eagle3.eagle1 import Eagle1Head, Eagle1Spec
+from drafters.eagle3.head import Eagle1Head
+from drafters.eagle3.spec import Eagle1Spec
 from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, UnsupportedModelError
 from specdec.extensions.training.run import final_features
@@ -46,6 +47,8 @@ def eagle1_head(model: PreTrainedModel) -> Eagle1Head:
     torch.manual_seed(1)
     spec = Eagle1Spec(
         hidden_size=embedding.weight.shape[1],
+        target_hidden_size=embedding.weight.shape[1],
+        draft_vocab_size=len(output.weight),
         intermediate_size=48,
         num_heads=4,
         num_kv_heads=2,

@@ -374,8 +374,14 @@ def tiny_of(kind: str) -> Any:
     return tiny_llama() if kind == "llama" else tiny_hybrid(kind)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["pickle", "torch.save", "deepcopy"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("llama", way) for way in ("pickle", "torch.save", "deepcopy")),
+        pytest.param("qwen3_next", "deepcopy", marks=pytest.mark.slow),
+        *(pytest.param("qwen3_next", way, marks=pytest.mark.long) for way in ("pickle", "torch.save")),
+    ],
+)
 def test_a_wrapped_model_pickles_without_its_engine(kind: str, way: str) -> None:
     """hf_model belongs to the user: what is read back is the plain model, and can be wrapped anew."""
     model = tiny_of(kind)

@@ -30,7 +30,7 @@ from specdec.engine.streams import Stream
 from specdec.extensions.parallel.collectives import RankGoneError  # noqa: F401 (likewise)
 from specdec.extensions.service.monitoring import METRICS
 from specdec.loading import assembly
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import twin_test

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import specdec
 from specdec.cli.main import cli
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "migrate.md").read_text("utf-8")
 ROWS = [

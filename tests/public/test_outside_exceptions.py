@@ -179,8 +179,14 @@ def test_each_ends_the_call_that_it_struck_and_no_other(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [TimeoutError, SoftTimeLimitExceeded, Failure])
-@pytest.mark.parametrize("place", ["__init__", "forward"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param(place, kind, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, place in enumerate(("forward", "__init__"))
+        for j, kind in enumerate((TimeoutError, SoftTimeLimitExceeded, Failure))
+    ],
+)
 def test_at_load(place: str, kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is built; in the forward of the probe, of the small copy and of the self-test."""
     tiny_llama().save_pretrained(tmp_path)

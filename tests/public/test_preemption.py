@@ -41,10 +41,16 @@ def lived(completion: Any) -> tuple[Any, ...]:
     return completion.token_ids, completion.text, completion.finish_reason, completion.drafts, stats.rounds
 
 
-def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: list[SamplingParams]) -> None:
+FORWARDS, BACKWARDS = slice(None), slice(None, None, -1)
+"""Orders of the requests of a batch."""
+
+
+def assert_as_alone(
+    alone: SpeculativeModel, together: SpeculativeModel, asked: list[SamplingParams], *orders: slice
+) -> None:
     preempted = 0
     expected = [alone.generate(p, s)[0] for p, s in zip(PROMPTS, asked, strict=True)]
-    for order in (slice(None), slice(None, None, -1)):
+    for order in orders:
         completions = together.generate(PROMPTS[order], asked[order])
         pairs = enumerate(zip(completions, expected[order], strict=True))
         differing = [i for i, (c, e) in pairs if lived(c) != lived(e)]
@@ -53,7 +59,7 @@ def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: 
         for c in completions:
             assert c.stats.new_tokens == len(c.token_ids) == 1 + sum(r.emitted for r in c.stats.rounds)
         preempted += len(hit)
-    assert alone.engine_stats.preemptions == 0 and together.engine_stats.preemptions >= preempted >= 4
+    assert alone.engine_stats.preemptions == 0 and together.engine_stats.preemptions >= preempted >= 2 * len(orders)
 
 
 @pytest.mark.slow
@@ -69,7 +75,7 @@ def test_preemption_changes_no_round(make_head: Any, drafts: int, temperature: f
     head = make_head(target)
     alone, together = (load(target, head, num_speculative_tokens=5, **options) for options in (ROOMY, TIGHT))
     asked = [params(i, drafts, temperature) for i in range(len(PROMPTS))]
-    assert_as_alone(alone, together, asked)
+    assert_as_alone(alone, together, asked, FORWARDS, BACKWARDS)
     if not temperature:
         tokens = [c.token_ids for c in together.generate(PROMPTS, asked)]
         assert tokens == [hf_greedy(p, s.max_new_tokens) for p, s in zip(PROMPTS, asked, strict=True)]
@@ -79,7 +85,7 @@ def test_preemption_changes_no_round(make_head: Any, drafts: int, temperature: f
 def test_without_a_head() -> None:
     target = tiny_llama()
     alone, together = (load(target, None, **options) for options in (ROOMY, TIGHT))
-    assert_as_alone(alone, together, [params(i, None) for i in range(len(PROMPTS))])
+    assert_as_alone(alone, together, [params(i, None) for i in range(len(PROMPTS))], FORWARDS)
 
 
 @pytest.mark.slow
@@ -101,7 +107,7 @@ def test_each_request_with_a_k_of_its_own() -> None:
         )
         for i in range(len(PROMPTS))
     ]
-    assert_as_alone(alone, together, asked)
+    assert_as_alone(alone, together, asked, BACKWARDS)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ from specdec.requests.sampling import SamplingParams
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
 
-EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "4"))
+EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "3"))
 INTERPRETED = (
     os.environ.get("TRITON_INTERPRET") == "1"
     and importlib.util.find_spec("triton") is not None

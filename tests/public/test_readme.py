@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from specdec.cli.main import cli
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.model import SpeculativeModel
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")

@@ -243,7 +243,7 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: {"input_ids": [[1, 2]], "attention_mask": torch.ones(1, 2, dtype=torch.long, device="meta")},
         "has no values",
     ),
-    "a sparse tensor": (lambda: torch.ones(1, 5, dtype=torch.long).to_sparse(), "is sparse_coo; give it dense"),
+    "a sparse tensor": (lambda: torch.ones(1, 5, dtype=torch.long).to_sparse(), "is sparse; give it dense"),
     "a nested tensor": (lambda: torch.nested.nested_tensor(list(torch.ones(2, 3).long())), "is nested; give a list"),
     "a jagged tensor": (
         lambda: torch.nested.nested_tensor(list(torch.ones(2, 3).long()), layout=torch.jagged),

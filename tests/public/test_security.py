@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specdec import SpecdecError, SpeculativeModel
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {

@@ -170,14 +170,20 @@ def test_a_supported_family_is_exact_past_its_thresholds(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=pytest.mark.long)])
 def test_a_model_without_logits_to_keep_is_exact(kind: str) -> None:
     check_exact(thinker(kind), says_alone)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, kind in enumerate(WRONG)
+        for j, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+)
 def test_a_family_that_would_be_wrong_past_a_threshold_is_refused_by_name(kind: str, dtype: torch.dtype) -> None:
     options, reason = WRONG[kind]
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -299,7 +305,7 @@ def test_rows_are_right_when_a_forward_selects_none(kind: type[LlamaForCausalLM]
         (OnlyBatches, {}, "fails when 1 row.*IndexError: index 1 is out of bounds"),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_a_planted_defect_is_refused(
     kind: type[LlamaForCausalLM], options: dict[str, Any], reason: str, dtype: torch.dtype
 ) -> None:

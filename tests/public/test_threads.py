@@ -571,7 +571,7 @@ class Beside:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_who_wants_the_engine_waits_for_a_round_and_not_for_the_requests_of_others(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
 ALIKE = (
     *("aya_vision", "glm4v_moe", "idefics2", "internvl", "llava_next", "llava_onevision"),
     *("qwen2_vl", "qwen3_vl", "qwen3_5_moe", "smolvlm", "vipllava"),
-    *("aria", "glm4v", "llava", "voxtral"),
+    *("aria", "cohere2_vision", "glm4v", "idefics3", "llava", "qwen3_vl_moe", "voxtral"),
 )
 """Types whose language model is that of another one here, or nearly: `make test` leaves their text out."""
 NEW = 16
@@ -98,7 +98,7 @@ def test_prompts_of_a_wrapper_are_read_again_after_preemption(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.long)])
 def test_positions_of_an_earlier_image_do_not_reach_later_texts(name: str, tmp_path: Path) -> None:
     """These models keep `rope_deltas` of the last image that their own `generate` read."""
     wrapper = write(name, tmp_path)

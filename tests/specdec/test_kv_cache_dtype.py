@@ -22,7 +22,7 @@ def tokens(wrapped: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scales", [pytest.param(None, marks=pytest.mark.slow), SCALES])
+@pytest.mark.parametrize("scales", [pytest.param(None, marks=pytest.mark.long), SCALES])
 def test_speculation_changes_nothing(scales: Any) -> None:
     model = tiny_llama(context=0.3)
     options = {"kv_cache_dtype": "fp8", "kv_cache_scales": scales}

@@ -28,9 +28,7 @@ from specdec.errors import (
 )
 from specdec.extensions.grammars.masks import GrammarMasks
 from specdec.loading.backends import check_backend_fits
-from specdec.loading.groups import Rows
-from specdec.loading.memory import check_cache_fits
-from specdec.loading.states import state_bytes
+from specdec.loading.sizes import Rows, check_cache_fits, state_bytes
 from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs
 from specdec.wrapped.probing import probe_target
@@ -72,7 +70,7 @@ def test_the_facts_name_layers_kernel_and_bytes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", pytest.param("lfm2", marks=pytest.mark.long)])
 def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, layer_types=["full_attention"] * 4)).eval()
@@ -211,7 +209,7 @@ def test_an_interrupt_while_functions_are_put_back_is_made_good_at_the_close(mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [4, 12])
+@pytest.mark.parametrize("after", [pytest.param(4, marks=pytest.mark.long), 12])
 def test_rows_go_on_after_an_interrupt_in_the_midst_of_a_forward(after: int) -> None:
     """The states of the layers before were written then."""
     wrapped, plain, calls = recalling("qwen3_next"), reference.gated_delta, [0]
@@ -253,7 +251,7 @@ def test_another_model_of_the_file_that_a_hook_runs_is_refused_by_name() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("jamba", marks=pytest.mark.long)])
 def test_a_layer_called_alone_on_another_thread_is_served_by_the_originals(name: str) -> None:
     wrapped, x = recalling(name), torch.randn(1, 5, 32)
     layer = wrapped.hf_model.model.layers[0]

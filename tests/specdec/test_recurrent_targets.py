@@ -82,7 +82,7 @@ def test_every_setting_says_what_transformers_says(name: str, setting: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.long)])
 def test_a_sampled_request_says_the_same_alone_and_in_a_batch(name: str) -> None:
     params = [SamplingParams(16, temperature=1.0, top_p=0.9, seed=seed) for seed in range(len(PROMPTS))]
     wrapped = served(name)

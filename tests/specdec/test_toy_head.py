@@ -22,11 +22,11 @@ from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from attention.staging import A, Section, Staged, array
-from drafters.base import Attend, Head
-from drafters.loops.base import Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
+from drafters.base import Head
+from drafters.loops.base import Attend, Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.execution.graphs import GraphExecutor
-from specdec.loading.backends import check_graphs
+from specdec.loading.cuda_graphs import choose_graphs
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, graphs_on_cpu, recorded_on_cpu  # noqa: F401 (fixtures)
 
@@ -198,7 +198,7 @@ def oracle(head: ToyHead, ids: torch.Tensor, states: torch.Tensor, num_drafts: i
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.long),
         {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3},
     ],
 )
@@ -240,9 +240,9 @@ def test_its_protocols() -> None:
 
 def test_graphs_are_refused_in_the_loops_own_words() -> None:
     loop = ToyHead(tiny_llama()).draft_loop(LoopSize())
-    check_graphs(TorchBackend(torch.device("cpu")), loop, False)
+    choose_graphs(TorchBackend(torch.device("cpu")), loop, False)
     with pytest.raises(InvalidInputError, match="toy heads run without CUDA graphs"):
-        check_graphs(InvariantBackend(), loop, True)
+        choose_graphs(InvariantBackend(), loop, True)
 
 
 def test_a_graph_executor_of_its_own_refuses_it_too(graphs_on_cpu: list[Any]) -> None:  # noqa: F811

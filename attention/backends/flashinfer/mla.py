@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from attention.backends.building import Build, in_background
-from attention.backends.flashinfer.mla_plan import LATENT_DIM, Layout, SplitKV, Tiles, write_all, write_lengths
+from attention.backends.flashinfer.mla_plan import LATENT_DIM, PlanLayout, SplitKV, Tiles, write_all, write_lengths
 from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -162,7 +162,7 @@ class MlaBuilder:
         tiles = Tiles.of(host.query_start_loc, kernel.num_heads, kernel.sms)
         keys = tiles.keys(host.seq_lens)
         split = SplitKV.of(tiles, keys)
-        layout = Layout.of(tiles, len(split.tile), kernel.sms)
+        layout = PlanLayout.of(tiles, len(split.tile), kernel.sms)
         work = self._next_list(layout.nbytes)
         write_all(layout.arrays(work.host), tiles, split, keys, host)
         work.send(layout.nbytes)
@@ -185,7 +185,7 @@ class FixedMlaBuilder:
         self.geometry = geometry
         self._kernel = kernel
         self._tiles = Tiles.of(np.arange(rows + 1) * query_len, kernel.num_heads, kernel.sms)
-        self._layout = Layout.of(self._tiles, self._tiles.most_items, kernel.sms)
+        self._layout = PlanLayout.of(self._tiles, self._tiles.most_items, kernel.sms)
         self._work = WorkList(self._layout.nbytes, kernel.device)
         self._arrays = self._layout.arrays(self._work.host)
         self._split: SplitKV | None = None

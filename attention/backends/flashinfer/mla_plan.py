@@ -170,7 +170,7 @@ def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlanLayout:
     """Offsets of a plan's arrays in one buffer, each at a multiple of 16 bytes.
 
     Attributes:
@@ -185,7 +185,7 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, tiles: Tiles, items: int, sms: int) -> Layout:
+    def of(cls, tiles: Tiles, items: int, sms: int) -> PlanLayout:
         """Room for `items` items."""
         counts = dict.fromkeys(PER_ITEM, items) | dict.fromkeys(MERGES, sms) | {"work_indptr": tiles.clusters + 1}
         starts, end = {}, 0

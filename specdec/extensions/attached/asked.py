@@ -75,7 +75,7 @@ class Asked:
         asked = {name for name in _OUTPUTS if getattr(self.config, name, None)}
         return frozenset(asked) if "return_dict_in_generate" in asked else frozenset()
 
-    def started(self, model: SpeculativeModel) -> Started:
+    def started(self, model: SpeculativeModel) -> RunningCall:
         """Its requests, after their first round. Whatever stands against the call is found here.
 
         Sampled rows get seeds from torch's generator, so that `torch.manual_seed` repeats a call; the generator of a
@@ -92,7 +92,7 @@ class Asked:
             rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
             prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
             stream = model.stream(prompts, self.params(model.hf_model))
-            return Started(self, stream, next(stream))  # rounds from graphs find a changed model in their first
+            return RunningCall(self, stream, next(stream))  # rounds from graphs find a changed model in their first
         except SpecdecError:
             torch.set_rng_state(generator)
             raise
@@ -213,7 +213,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Started:
+class RunningCall:
     """A call whose requests run. first: what their first round has brought."""
 
     asked: Asked
@@ -331,30 +331,34 @@ def _steps(rows: Sequence[np.ndarray | None], most: int, device: torch.device) -
     return tuple(whole.to(device))
 
 
+@dataclass(frozen=True, eq=False)
 class _Padded:
-    """The caller's code of a row that has padding: it sees the row as it was given, then the new tokens."""
+    """The caller's code of a row that has padding: it sees the row as it was given, then the new tokens.
 
-    def __init__(self, row: torch.Tensor, length: int, inner: Any) -> None:
-        """row: [1, L] with padding. length: tokens without."""
-        self._row, self._length, self._inner = row, length, inner
+    row: [1, L] with padding. length: tokens without.
+    """
+
+    row: torch.Tensor
+    length: int
+    inner: Any
 
     def __call__(self, first: Any, second: Any) -> Any:
         if isinstance(first, int):  # a prefix_allowed_tokens_fn: (batch id, tokens [L])
-            return self._inner(first, self._whole(second[None])[0])
-        return self._inner(self._whole(first), second)
+            return self.inner(first, self._whole(second[None])[0])
+        return self.inner(self._whole(first), second)
 
     def _whole(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._row.to(ids.device), ids[:, self._length :]], 1)
+        return torch.cat([self.row.to(ids.device), ids[:, self.length :]], 1)
 
 
+@dataclass(frozen=True, eq=False)
 class _Shared:
     """A criterion without a state, which requests need no copies of."""
 
-    def __init__(self, criterion: Any) -> None:
-        self._criterion = criterion
+    criterion: Any
 
     def __call__(self, ids: torch.Tensor, scores: Any) -> Any:
-        return self._criterion(ids, scores)
+        return self.criterion(ids, scores)
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return self

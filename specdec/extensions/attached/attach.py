@@ -7,15 +7,21 @@ nothing of it travels: a copy of the model, pickled, saved or deep-copied, is a 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Self
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin, PreTrainedModel
 
-from specdec.errors import InvalidInputError
-from specdec.extensions.attached.served import Calls, nothing
+from specdec.errors import InvalidInputError, ModelChangedError
+from specdec.extensions.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
+from specdec.extensions.attached.manager import Manager
+from specdec.model import SpeculativeModel
 from specdec.values import short
 
 _PLACE = "_specdec_attachment"
@@ -25,16 +31,26 @@ _replaced: dict[type, tuple[dict[str, Any], weakref.WeakSet[Attachment]]] = {}
 """Of each class whose methods are replaced: what it had itself, and its attachments."""
 
 
+_REFUSALS = (ModelChangedError, ValueError)
+"""Errors of a call that is not served, InvalidInputError among them; transformers' own ValueErrors it raises again."""
+_own_path = ContextVar("_own_path", default=False)
+"""Whether a model's own `generate_batch` runs, whose manager is the model's own then."""
+
+
 class Attachment:
     """Holds an attached model, see `attach`; a with-block detaches it at its end.
 
     Attributes:
-        model: the SpeculativeModel that runs its calls. calls: how they are served.
+        model: the SpeculativeModel that runs the calls of `hf_model`.
+        fallback: whether what is not served runs as transformers does.
     """
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls, self.model, hf_model = calls, calls.model, calls.hf_model
-        self.hf_model = hf_model
+    def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: dict[str, Any]) -> None:
+        """Raises as `wrapped`."""
+        self.model = wrapped(hf_model, draft, options)
+        self.fallback = fallback
+        self.hf_model: PreTrainedModel = self.model.hf_model
+        hf_model = self.hf_model
         self._own_generate = vars(hf_model).pop("generate", None)  # of a repository with a custom_generate folder
         vars(hf_model)[_PLACE] = self
         _replace(type(hf_model), self)
@@ -69,7 +85,100 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has none."""
-        return (nothing, ())
+        return (_nothing, ())
+
+    @torch.no_grad()
+    def _generate(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The call of the model's own `generate` with these arguments. original: the model's own.
+
+        Raises:
+            InvalidInputError, ModelChangedError: it is not served, and runs as transformers does where `fallback` is
+                set. Others: as transformers, or as `SpeculativeModel.generate`.
+        """
+        if self._is_another_way(named):
+            return original(*given, **named)
+        started = self._unless_refused(lambda: self._asked(original, given, named).started(self.model))
+        return original(*given, **named) if started is None else started.result()
+
+    @torch.no_grad()
+    def _generate_batch(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The model's own `generate_batch`, over a `Manager` unless a prompt or the config is not served."""
+        arguments = inspect.signature(original).bind(*given, **named).arguments
+        config = arguments.get("generation_config") or self.hf_model.generation_config
+        new_tokens = arguments.get("kwargs", {}).get("max_new_tokens", config.max_new_tokens)
+
+        def is_served() -> bool:
+            Manager(self.model, config).check(arguments["inputs"], new_tokens)
+            return True
+
+        token = _own_path.set(not self._unless_refused(is_served))
+        try:
+            return original(*given, **named)
+        finally:
+            _own_path.reset(token)
+
+    def _init_continuous_batching(
+        self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """A manager with the interface of transformers' own, or that itself."""
+        arguments = _bound(original, given, named)
+        config, options = arguments["generation_config"], arguments.get("continuous_batching_config")
+        own = config or self.hf_model.generation_config
+        manager = None if _own_path.get() else self._unless_refused(lambda: Manager(self.model, own, options))
+        return original(*given, **named) if manager is None else manager
+
+    def _unless_refused(self, decide: Callable[[], Any]) -> Any:
+        """What `decide` finds; None where the call is to run as transformers does. Raises as `_generate`."""
+        try:
+            return decide()
+        except _REFUSALS:
+            if not self.fallback:
+                raise
+        return None
+
+    def _is_another_way(self, named: dict[str, Any]) -> bool:
+        """Whether the model's own path is the call's: another way of decoding, or an adapter of peft's for each row."""
+        another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
+        return another or has_adapter_for_each_row(self.hf_model)
+
+    def _asked(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Asked:
+        """Prepare the arguments with the model's own methods.
+
+        Raises:
+            InvalidInputError: an argument that is not served. ValueError: as transformers.
+        """
+        model: Any = self.hf_model
+        if inspect.unwrap(getattr(original, "__func__", original)) is not inspect.unwrap(GenerationMixin.generate):
+            raise InvalidInputError(f"{type(model).__name__} has a generate of its own, in place of transformers'")
+        arguments = _bound(original, given, named)
+        kwargs = dict(arguments.pop("kwargs"))
+        inputs, generation_config = arguments.pop("inputs"), arguments.pop("generation_config")
+        streamer, function = arguments.pop("streamer"), arguments.pop("prefix_allowed_tokens_fn")
+        processors, criteria = arguments.pop("logits_processor"), arguments.pop("stopping_criteria")
+        odd = {**arguments, **{name: kwargs.pop(name) for name in CACHES & set(kwargs)}}
+        names = sorted(name for name, value in odd.items() if value is not None and value is not False)
+        if names:
+            raise InvalidInputError(f"generate({', '.join(names)}=…) is not served by specdec.attach: {WAY_OUT}")
+        tokenizer, _ = kwargs.pop("tokenizer", None), kwargs.pop("trust_remote_code", None)
+        kwargs.pop("assistant_tokenizer", None)
+        configs = [kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)]
+        by_default = [all(each.get(name) is None for each in configs) for name in ("max_length", "min_length")]
+        config, rest = model._prepare_generation_config(generation_config, **kwargs)
+        model._validate_model_kwargs(rest.copy())
+        has_mask = rest.get("attention_mask") is not None
+        ids, name, rest = model._prepare_model_inputs(inputs, config.bos_token_id, rest)
+        if name != "input_ids":
+            raise InvalidInputError(f"generate({name}=…) is not served by specdec.attach, only input_ids: {WAY_OUT}")
+        model._prepare_special_tokens(config, has_mask, device=ids.device, batch_size=len(ids))
+        mask = rest.pop("attention_mask", None)
+        if not has_mask:
+            mask = model._prepare_attention_mask_for_generation(ids, config, rest)
+        check_arguments(rest)
+        if config.max_length is None:
+            config.max_length = 20
+        config = model._prepare_generated_length(config, *by_default, name, ids.shape[-1], ids)
+        model._validate_generated_length(config, ids.shape[-1], by_default[0])
+        return Asked(ids, mask, config, tuple(processors or ()), tuple(criteria or ()), function, streamer, tokenizer)
 
 
 def attach(model: Any, draft: Any = None, *, fallback: bool = False, **options: Any) -> Attachment:
@@ -103,7 +212,7 @@ def attach(model: Any, draft: Any = None, *, fallback: bool = False, **options: 
         raise InvalidInputError(
             "this model is attached already; use that, or detach() it first (specdec.Attachment.of(model) finds it)"
         )
-    return Attachment(Calls(model, draft, fallback, options))
+    return Attachment(model, draft, fallback, options)
 
 
 def _replace(cls: type, attachment: Attachment) -> None:
@@ -138,6 +247,53 @@ def _looking_first(name: str, original: Callable[..., Any]) -> Callable[..., Any
         attachment, own = vars(self).get(_PLACE), original.__get__(self)
         if attachment is None:
             return own(*given, **named)
-        return getattr(attachment.calls, name)(own, given, named)
+        return getattr(attachment, f"_{name}")(own, given, named)
 
     return method
+
+
+@dataclass(frozen=True)
+class NoTokenizer:
+    """Stands for a tokenizer where token ids come and go. A text that must be read, while a multi-token-prediction
+    module is checked, is encoded by the model's own, if that is at hand.
+
+    name: folder or hub name of the model.
+    """
+
+    name: str = ""
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.name, local_files_only=True)
+        except Exception as error:
+            raise InvalidInputError(
+                f"this model was attached without a tokenizer, and {self.name!r} has none: give attach(…, tokenizer=…)"
+            ) from error
+        return tokenizer(text, **options)
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        """No text."""
+        return ""
+
+
+def wrapped(hf_model: Any, draft: Any, options: dict[str, Any]) -> SpeculativeModel:
+    """What runs calls of a transformers model, or of a PeftModel's inner one.
+
+    Raises as `SpeculativeModel.from_pretrained`.
+    """
+    inner = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
+    tokenizer = NoTokenizer(str(getattr(inner, "name_or_path", "")))
+    return SpeculativeModel.from_pretrained(
+        hf_model, draft, **{"generation_config": "ignore", "tokenizer": tokenizer, **options}
+    )
+
+
+def _nothing() -> None:
+    """What copies of a model have where it has an attachment."""
+
+
+def _bound(original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name, defaults filled in. Raises TypeError as the call would."""
+    bound = inspect.signature(original).bind(*given, **named)
+    bound.apply_defaults()
+    return dict(bound.arguments)

@@ -1,4 +1,4 @@
-"""custom_generate: an object for `model.generate(custom_generate=…)`, and what a repository's own `generate.py` calls.
+"""custom_generate: an object for `model.generate(custom_generate=…)`, and folders of a repository whose files call it.
 
 transformers gives such a callable everything prepared, but neither `streamer` nor `tokenizer` (5.17 to 5.24): the
 object holds them.
@@ -10,7 +10,10 @@ Source: huggingface/transformers, generation/utils.py: `generate`, `_extract_gen
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -22,12 +25,22 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from specdec.errors import InvalidInputError
 from specdec.extensions.attached.asked import PREPARED, Asked, check_arguments
-from specdec.extensions.attached.attach import Attachment, attach
-from specdec.extensions.attached.served import Calls
+from specdec.extensions.attached.attach import Attachment, attach, wrapped
 from specdec.model import SpeculativeModel
 
 HEAD_FOLDER = "custom_generate/head"
 """Where a repository with a `custom_generate` folder has its draft head."""
+_CODE = '''"""Speculative decoding with the draft head beside this file; see `specdec export`."""
+
+EXPORTED = {folder!r}
+
+
+def generate(*given, model, **named):
+    from specdec.extensions.attached.custom import generate_in_repository
+
+    return generate_in_repository(EXPORTED, given, model, named)
+'''
+_PROJECT = "specdec-hf"
 
 
 class CustomGenerate:
@@ -36,7 +49,7 @@ class CustomGenerate:
     def __init__(self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, options: dict[str, Any]) -> None:
         self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
         self._draft, self._options = draft, options
-        self._calls: WeakKeyDictionary[PreTrainedModel, Calls] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[PreTrainedModel, SpeculativeModel] = WeakKeyDictionary()
 
     @torch.no_grad()
     def __call__(
@@ -67,13 +80,13 @@ class CustomGenerate:
     def close(self) -> None:
         """Free what wraps models. Idempotent; a later call wraps its model anew."""
         while self._calls:
-            self._calls.popitem()[1].model.close()
+            self._calls.popitem()[1].close()
 
     def wrapping(self, model: PreTrainedModel) -> SpeculativeModel:
         """What runs the calls of a model; made now if there is none."""
         if model not in self._calls:
-            self._calls[model] = Calls(model, self._draft, False, self._options)
-        return self._calls[model].model
+            self._calls[model] = wrapped(model, self._draft, self._options)
+        return self._calls[model]
 
 
 def custom_generate(
@@ -123,6 +136,38 @@ def _head_of(model: PreTrainedModel, exported: str) -> str:
 
         return str(Path(snapshot_download(name, allow_patterns=f"{HEAD_FOLDER}/*")) / HEAD_FOLDER)
     raise InvalidInputError(f"there is no draft head in {Path(name) / HEAD_FOLDER}; write it with `specdec export`")
+
+
+def write_repository(head: Path, target: Path | None, out: Path) -> Path:
+    """Write `out`/custom_generate, with a copy of the head, and beside it the target's own files; returns `out`.
+
+    Files of the target are hard links where the file system has them, else copies.
+
+    target: a folder with a transformers checkpoint; None: only the folder that belongs into the target's repository.
+
+    Raises:
+        InvalidInputError: the head is a file, or there is a custom_generate folder in the target.
+    """
+    if not head.is_dir():
+        raise InvalidInputError(f"{head} is no folder; give the folder of a head")
+    if target is not None and (target / "custom_generate").exists():
+        raise InvalidInputError(f"{target} has a custom_generate folder already; give a target without one")
+    folder = out / "custom_generate"
+    folder.mkdir(parents=True)
+    shutil.copytree(head, out / HEAD_FOLDER)
+    (folder / "generate.py").write_text(_CODE.format(folder=str(out.resolve())), "utf-8")
+    (folder / "requirements.txt").write_text(f"{_PROJECT}>={version(_PROJECT)}\n", "utf-8")
+    for path in () if target is None else target.iterdir():
+        if path.is_file():
+            _linked(path.resolve(), out / path.name)
+    return out
+
+
+def _linked(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def _of_caller(

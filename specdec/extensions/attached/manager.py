@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,23 +37,18 @@ class _Ongoing:
     parent: str
     streaming: bool
 
+    @classmethod
+    def of(cls, request_id: str, parent: str, prompt: list[int], streaming: bool, timestamps: bool) -> _Ongoing:
+        """One that waits. timestamps: whether those of its tokens are noted."""
+        times: list[float] | None = [] if timestamps else None
+        output = GenerationOutput(request_id, [*prompt], created_time=time.perf_counter(), timestamps=times)
+        return cls(output, parent, streaming)
+
     def copy(self) -> GenerationOutput:
         """The output as it is now."""
         own, times = self.output, self.output.timestamps
         lists: dict[str, Any] = {"generated_tokens": [*own.generated_tokens], "logprobs": [*own.logprobs]}
         return replace(own, **lists, timestamps=None if times is None else [*times])
-
-
-@dataclass
-class _New:
-    """A request that waits for the thread. ids: of its n completions, the request's own the first."""
-
-    ids: tuple[str, ...]
-    prompt: list[int]
-    params: SamplingParams
-    streaming: bool
-    timestamps: bool
-    created: float = field(default_factory=time.perf_counter)
 
 
 class Manager:
@@ -81,7 +76,7 @@ class Manager:
         self.num_return_sequences = self._params.n
         self._numbers = itertools.count()
         self._change = threading.Condition()
-        self._new: deque[_New] = deque()
+        self._new: list[tuple[list[int], SamplingParams, list[_Ongoing]]] = []
         self._results: deque[GenerationOutput] = deque()
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], asyncio.AbstractEventLoop]] = {}
         self._ongoing: dict[int, _Ongoing] = {}
@@ -178,10 +173,12 @@ class Manager:
             raise RuntimeError("the manager is stopping and takes no more requests; start() it again")
         name = f"req_{next(self._numbers)}" if request_id is None else request_id
         params = self._of_request(max_new_tokens, eos_token_id, options)
-        self.model.engine.admission.check(list(input_ids), params)
+        prompt = list(input_ids)
+        self.model.engine.admission.check(prompt, params)
         ids = (name, *(f"{name}__child#{i}" for i in range(params.n - 1)))
         with self._change:
-            self._new.append(_New(ids, list(input_ids), params, streaming, record_timestamps))
+            each = [_Ongoing.of(one, name, prompt, streaming, record_timestamps) for one in ids]
+            self._new.append((prompt, params, each))
             self._change.notify_all()
         return name
 
@@ -229,16 +226,14 @@ class Manager:
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, while the thread runs."""
-        while self.is_running() or self._results:
-            if (found := self.get_result(timeout=0.1)) is not None:
-                yield found
+        return self.request_id_iter(None)
 
-    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """Results of one request, up to its end."""
+    def request_id_iter(self, request_id: str | None) -> Iterator[GenerationOutput]:
+        """Results of one request, up to its end; of None, those of all."""
         while self.is_running() or self._results:
             if (found := self.get_result(request_id, timeout=0.1)) is not None:
                 yield found
-                if found.is_finished():
+                if request_id is not None and found.is_finished():
                     return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], Any]) -> None:
@@ -286,18 +281,16 @@ class Manager:
     def _queue(self) -> None:
         """What is new joins the call, all of it at once: the model is looked at once for a call."""
         with self._change:
-            new, self._new = list(self._new), deque()
+            new, self._new = self._new, []
             gone, self._cancelled = self._cancelled, set()
         if new:
-            stream = self.model.stream([one.prompt for one in new], [one.params for one in new])
+            prompts, params, ongoing = zip(*new, strict=True)
+            stream = self.model.stream(list(prompts), list(params))
             places = range(stream.num_requests) if self._stream is None else self._stream.take_over(stream)
             self._stream = self._stream or stream
-            each = [(request_id, one) for one in new for request_id in one.ids]
-            for place, (request_id, one) in zip(places, each, strict=True):
-                timestamps: list[float] | None = [] if one.timestamps else None
-                output = GenerationOutput(request_id, list(one.prompt), created_time=one.created, timestamps=timestamps)
-                output.lifespan = (time.perf_counter(), -1.0)
-                self._ongoing[place] = _Ongoing(output, one.ids[0], one.streaming)
+            for place, own in zip(places, itertools.chain(*ongoing), strict=True):
+                own.output.lifespan = (time.perf_counter(), -1.0)
+                self._ongoing[place] = own
         cancelled = [place for place, own in self._ongoing.items() if own.parent in gone] if gone else []
         if cancelled and self._stream is not None:
             self._stream.cancel(*cancelled)
@@ -339,9 +332,9 @@ class Manager:
         if stream is not None:
             stream.close()
         with self._change:
-            for one in self._new:
-                for request_id in one.ids:
-                    self._tell(GenerationOutput(request_id, one.prompt, error="stopped", status=RequestStatus.FAILED))
+            for own in itertools.chain(*(ongoing for _, _, ongoing in self._new)):
+                own.output.status, own.output.error = RequestStatus.FAILED, "stopped"
+                self._tell(own.output)
             self._new.clear()
             self._paused = True
             self._change.notify_all()

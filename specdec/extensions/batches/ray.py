@@ -14,16 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.extensions.batches.answering import answered, records
-from specdec.extensions.batches.columns import answer_columns, tasks_of
 from specdec.extensions.batches.lines import Line
-from specdec.extensions.batches.records import Record, record_of
-from specdec.extensions.batches.tasks import Asking, task_of
+from specdec.extensions.batches.records import Record, TaskResult, answer_columns, answered, record_of, records
+from specdec.extensions.batches.tasks import TaskDefaults, task_of, tasks_of
 from specdec.model import SpeculativeModel
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
@@ -35,7 +32,7 @@ ATTEMPTS = 3
 Columns = Mapping[str, Any]
 
 
-class Worker:
+class BatchActor:
     """A model in the process that makes this object. Its calls may overlap, on any threads: they share one batch."""
 
     def __init__(
@@ -51,10 +48,10 @@ class Worker:
 
         Args:
             model, draft, options: as of `SpeculativeModel.from_pretrained`, by name: they travel to other machines.
-            params: sampling of rows that have none of their own; default greedy. seed: of the run, see `Asking`.
+            params: sampling of rows that have none of their own; default greedy. seed: of the run, see `TaskDefaults`.
         """
         given = params if isinstance(params, SamplingParams) else SamplingParams.from_dict(dict(params or {}))
-        self.asking = Asking(given, seed, model)
+        self.asking = TaskDefaults(given, seed, model)
         self.model = SpeculativeModel.from_pretrained(model, draft, seed=seed, **options)
         self.close = weakref.finalize(self, self.model.close)
         """Free the model. Also called when the actor ends."""
@@ -68,7 +65,7 @@ class Worker:
         return True
 
     def predict(self, batch: Columns) -> dict[str, Any]:
-        """The columns of a batch and those of its answers: see `specdec.extensions.batches.columns`."""
+        """The columns of a batch and those of its answers: see `tasks_of`, `answer_columns`."""
         tasks = tasks_of(batch, self.asking)
         return answer_columns(batch, answered(self.model, tasks))
 
@@ -77,14 +74,14 @@ class Worker:
         return list(records(self.model, lines, self.asking))
 
 
-class Predictor(Worker):
+class Predictor(BatchActor):
     """For `ray.data.Dataset.map_batches`: columns in, columns out, one batch after the other."""
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
         return self.predict(batch)
 
 
-class AsyncPredictor(Worker):
+class AsyncPredictor(BatchActor):
     """As `Predictor`, but the batches that Ray gives to one actor overlap, so that the model's own is never drained."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -96,7 +93,7 @@ class AsyncPredictor(Worker):
 
 
 def spread(
-    lines: Iterable[Line], *, count: int, model: str, draft: str | None, asking: Asking, options: LoadOptions
+    lines: Iterable[Line], *, count: int, model: str, draft: str | None, asking: TaskDefaults, options: LoadOptions
 ) -> Iterator[Record]:
     """The records of some lines, answered by `count` workers of a Ray cluster: see `Records` of `run_batch`.
 
@@ -108,7 +105,9 @@ def spread(
     """
     with _connected() as ray:
         sizes = _resources(ray, count, options)
-        kind = ray.remote(max_concurrency=IN_FLIGHT, max_restarts=-1, max_task_retries=ATTEMPTS - 1, **sizes)(Worker)
+        kind = ray.remote(max_concurrency=IN_FLIGHT, max_restarts=-1, max_task_retries=ATTEMPTS - 1, **sizes)(
+            BatchActor
+        )
         given = {**options.as_arguments(), "params": asking.params, "seed": asking.seed}
         actors = [kind.remote(model, draft, **given) for _ in range(count)]
         try:
@@ -128,7 +127,7 @@ def _check_started(ray: Any, actors: list[Any]) -> None:
         raise SpecdecError(f"a worker cannot be started: {reason}") from error
 
 
-def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, asking: Asking) -> Iterator[Record]:
+def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, asking: TaskDefaults) -> Iterator[Record]:
     """Chunks of `size` lines, IN_FLIGHT for each worker, and their records as a chunk ends.
 
     Raises:
@@ -157,9 +156,9 @@ def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, as
             yield from (_lost(line, asking) for line in chunk)
 
 
-def _lost(line: Line, asking: Asking) -> Record:
-    task = replace(task_of(line, asking), error=f"SpecdecError: {ATTEMPTS} workers died with the chunk of this row")
-    return record_of(task, (), task.error, None)
+def _lost(line: Line, asking: TaskDefaults) -> Record:
+    error = f"SpecdecError: {ATTEMPTS} workers died with the chunk of this row"
+    return record_of(TaskResult(task_of(line, asking), error=error), None)
 
 
 def _resources(ray: Any, count: int, options: LoadOptions) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Records: the lines of answers, in our own form or in that of OpenAI's batches.
+"""Answers of a model to tasks, as lines of our own form or of OpenAI's batches, or as columns.
 
 Source: OpenAI API reference, "The request output object", "The chat completion object", "The completion object".
 """
@@ -7,17 +7,44 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specdec.extensions.batches.tasks import Task
+import numpy as np
+
+from specdec.engine.feeding import Feeding
+from specdec.engine.streams import Stream
+from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
+from specdec.extensions.batches.lines import Line
+from specdec.extensions.batches.tasks import Task, TaskDefaults, task_of
 from specdec.extensions.openai_format import LEAST, response_of
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
+from specdec.requests.submission import filled
+
+if TYPE_CHECKING:
+    from specdec.model import SpeculativeModel
 
 ID = "batch_req_"
 """What the id of an answer of OpenAI's form begins with; its row's line follows."""
+_NOTHING: dict[str, Any] = {
+    "text": "",
+    "token_ids": [],
+    "finish_reason": "",
+    **dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted"), 0),
+}
+"""The columns of a row that ended with an error."""
+
+
+class TaskResult(NamedTuple):
+    """A task that has ended: its completions, in order, or an error, with the name of its class."""
+
+    task: Task
+    completions: tuple[Completion, ...] = ()
+    error: str = ""
 
 
 class Record(NamedTuple):
@@ -34,12 +61,10 @@ class Record(NamedTuple):
     emitted: int = 0
 
 
-def record_of(task: Task, completions: Sequence[Completion], error: str, tokenizer: Any) -> Record:
-    """The record of a task that has ended. error: "" where it has completions."""
-    if task.form == "row":
-        fields = _row(task, completions, error)
-    else:
-        fields = _openai(task, completions, error, tokenizer)
+def record_of(answer: TaskResult, tokenizer: Any) -> Record:
+    """The record of a task that has ended."""
+    task, completions, error = answer
+    fields = _row(answer) if task.form == "row" else _openai(answer, tokenizer)
     stats = pool_requests([completion.stats for completion in completions])
     new = sum(len(completion.token_ids) for completion in completions)
     return Record(task.number, line_of(fields), bool(error), new, stats.rounds, stats.emitted)
@@ -61,7 +86,8 @@ def row_number(fields: Any) -> int:
     return number
 
 
-def _row(task: Task, completions: Sequence[Completion], error: str) -> dict[str, Any]:
+def _row(answer: TaskResult) -> dict[str, Any]:
+    task, completions, error = answer
     named = {} if task.key is None else {task.key.field: task.key.value}
     head = {**named, "line": task.number, **task.kept, "error": error or None}
     if error:
@@ -85,6 +111,29 @@ def columns(completion: Completion) -> dict[str, Any]:
     }
 
 
+def answer_columns(batch: Mapping[str, Any], answers: Iterable[TaskResult]) -> dict[str, Any]:
+    """The batch's columns and those of its answers; a prompt of ids is called prompt_token_ids then.
+
+    error: "" where a row has an answer.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for task, completions, error in answers:
+        rows[task.number] = ({} if error else columns(completions[0])) | {"error": error}
+    kept = {"prompt_token_ids" if name == "token_ids" else name: column for name, column in batch.items()}
+    each = [_NOTHING | rows[i] for i in sorted(rows)]
+    return kept | {name: _column([row[name] for row in each]) for name in (*_NOTHING, "error")}
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    """[rows]; of lists, arrays of int64: of a type even where all are empty."""
+    if not any(isinstance(value, list) for value in values):
+        return np.array(values)
+    column = np.empty(len(values), object)
+    for i, value in enumerate(values):
+        column[i] = np.array(value, np.int64)
+    return column
+
+
 def _told(completion: Completion) -> dict[str, Any]:
     """Fields of completions that requested them."""
     found: dict[str, Any] = {
@@ -106,7 +155,8 @@ def _finite(told: TokenLogprobs) -> TokenLogprobs:
     return told._replace(logprob=max(told.logprob, LEAST), top=top)
 
 
-def _openai(task: Task, completions: Sequence[Completion], error: str, tokenizer: Any) -> dict[str, Any]:
+def _openai(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
+    task, completions, error = answer
     name = f"{ID}{task.number}"
     custom_id = None if task.key is None else task.key.value
     if error:
@@ -119,3 +169,58 @@ def _openai(task: Task, completions: Sequence[Completion], error: str, tokenizer
     body = head | response_of(completions, tokenizer, task.form == "chat.completion")
     response = {"status_code": 200, "request_id": name, "body": body}
     return {"id": name, "custom_id": custom_id, "response": response, "error": None}
+
+
+class _Refused(InvalidInputError):
+    """A task that cannot run; the message is its error."""
+
+
+def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskResult]:
+    """Every task once, in order of their ends; read lazily, see `Feeding`. One that fails is an answer with an error.
+
+    Raises:
+        SpecdecError: more rounds in a row failed than the batch has rows, without an answer between: the device, most
+            likely, and not a row. Others: the model is closed or has changed.
+    """
+    held: dict[int, Task] = {}
+    rows = model.config.max_num_seqs
+
+    def numbered() -> Iterator[Task]:
+        for number, task in enumerate(tasks):
+            held[number] = task
+            yield task
+
+    def opened(group: list[Task]) -> Stream:
+        if refused := [task.error for task in group if task.error]:
+            raise _Refused(refused[0])
+        return model.stream([task.prompt for task in group], [filled(task.params, model) for task in group])
+
+    samples: dict[int, list[Completion]] = defaultdict(list)
+    failures = 0
+    with closing(Feeding(opened, numbered(), rows)) as feeding:
+        for item, _, found in feeding:
+            if isinstance(found, Completion):
+                failures = 0
+                samples[item].append(found)
+                if item in held and len(samples[item]) == held[item].params.n:
+                    done = sorted(samples.pop(item), key=lambda one: one.sample_index)
+                    yield TaskResult(held.pop(item), tuple(done))
+            elif item in held:  # of several samples that fail the first is told
+                failures += not isinstance(found, (InvalidInputError, RequestFailedError))
+                if failures > rows:
+                    raise found
+                samples.pop(item, None)
+                yield TaskResult(held.pop(item), error=error_text(found))
+            if item not in held:
+                samples.pop(item, None)
+
+
+def error_text(error: SpecdecError) -> str:
+    """An error as answers record it."""
+    return str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+
+
+def records(model: SpeculativeModel, lines: Iterable[Line], asking: TaskDefaults) -> Iterator[Record]:
+    """The records of some lines, as they end."""
+    for answer in answered(model, (task_of(line, asking) for line in lines)):
+        yield record_of(answer, model.tokenizer)

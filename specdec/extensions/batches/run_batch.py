@@ -1,7 +1,15 @@
-"""Run a batch: rows of a file that have no answer yet -> answers added to another file, with a bar."""
+"""Run a batch: rows of a file that have no answer yet -> answers added to another file, with a bar.
+
+A run that was killed goes on with its files:
+
+OUT                   a line for each row that has ended, in order of their ends
+OUT.settings.json     what the answers depend on
+.OUT.lock             held by the one process that may write
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -13,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import InputFacts, Line, lines_of, look_through
-from specdec.extensions.batches.output import Output
-from specdec.extensions.batches.records import Record
+from specdec.extensions.batches.records import Record, row_number
 from specdec.requests.shown import tau_words
+from specdec.run_files import KeptLines
 
 REPORT_S = 30.0
 """Seconds between two lines about the progress where standard error is no terminal."""
@@ -65,6 +73,63 @@ class Summary:
         self.emitted += record.emitted
 
 
+class Output(KeptLines):
+    """The answers of one run.
+
+    Attributes:
+        done: for each line of the input, 1 where its row has ended. failed: errors among them.
+    """
+
+    remedy = "give another file"
+    lost = "its row is asked again"
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], lines: int) -> None:
+        """lines: of the input, those that are blank among them.
+
+        Raises:
+            InvalidInputError: another process has the file, it was made with other settings or by something else, or
+                it is damaged.
+            OutputError: it cannot be written.
+        """
+        self.done, self.failed = bytearray(lines + 1), 0
+        if path.exists() and not path.is_file():
+            raise InvalidInputError(f"{path} is no file that answers can be added to")
+        if not path.absolute().parent.is_dir():
+            raise InvalidInputError(f"{path}: there is no folder {path.absolute().parent}")
+        kept = path.with_name(f"{path.name}.settings.json")
+        super().__init__(path, path.with_name(f".{path.name}.lock"), (kept, settings))
+
+    def add(self, record: Record) -> None:
+        """Write an answer, once for its row.
+
+        Raises:
+            OutputError: it cannot be written; those before stay.
+        """
+        if not self.done[record.number]:
+            self.write(record.data)
+            self.done[record.number] = 1
+            self.failed += record.failed
+
+    def _check_settings(self, kept: Path, settings: Mapping[str, Any]) -> None:
+        if not self.path.exists() or not self.path.stat().st_size:  # an empty file binds nobody
+            kept.unlink(missing_ok=True)
+        elif not kept.is_file():
+            raise InvalidInputError(f"{self.path} exists and is no batch's ({kept.name} is missing); {self.remedy}")
+        super()._check_settings(kept, settings)
+
+    def take(self, line: bytes, place: str) -> None:
+        """Count a row that has ended before."""
+        try:
+            record = json.loads(line)
+            number = row_number(record)
+            self.failed += not self.done[number] and record["error"] is not None
+            self.done[number] = 1
+        except (ValueError, LookupError, TypeError) as error:
+            raise InvalidInputError(
+                f"{place}: no answer of this batch ({type(error).__name__}: {error}); remove the line, or {self.remedy}"
+            ) from error
+
+
 def run_batch(
     source: Path,
     target: Path,
@@ -72,7 +137,7 @@ def run_batch(
     start: Callable[[], Records],
     console: Console | None = None,
 ) -> Summary:
-    """Answer every row of `source` that has no answer in `target`.
+    """TaskResult every row of `source` that has no answer in `target`.
 
     Args:
         settings: what the answers depend on, beside the input. start: loads what answers; not called where nothing is

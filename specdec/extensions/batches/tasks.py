@@ -1,13 +1,16 @@
-"""Tasks: the request of a row, in specdec's form or in that of OpenAI's batches.
+"""Tasks: the request of a row, in specdec's form or in that of OpenAI's batches, on a line or in columns.
 
 Source: OpenAI API reference, "Batch", "The request input object", "Create chat completion", "Create completion".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
+
+import numpy as np
 
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
@@ -26,7 +29,7 @@ _NOT_WRITTEN = ("return_logits", "return_scores")
 
 
 @dataclass(frozen=True)
-class Asking:
+class TaskDefaults:
     """Settings of a run for every row: its sampling, where the row has no option of its own, and the seed of the run.
 
     name: of the model, in OpenAI's answers.
@@ -56,28 +59,75 @@ class Task:
     error: str = ""
 
 
-def task_of(line: Line, asking: Asking) -> Task:
+_Make = Callable[[Task, dict[str, Any], TaskDefaults], Task]
+
+
+def task_of(line: Line, asking: TaskDefaults) -> Task:
     """The task of a line, or why there is none."""
-    task = Task(line.number)
+    return _task(line.number, partial(fields_of, line), _of_line, asking)
+
+
+def tasks_of(batch: Mapping[str, Any], asking: TaskDefaults) -> list[Task]:
+    """A task for each row of a batch of columns, those with an error among them.
+
+    Columns: prompt, messages or token_ids; perhaps params (a dict of sampling options) and key. Others are passed on.
+    A row without a key, and without a seed of its own, draws by the number of requests before it in its worker.
+    """
+    count = min((len(column) for column in batch.values()), default=0)
+    known = {name: batch[name] for name in (*_PROMPTS, "params", "key") if name in batch}
+    rows = [{name: plain(column[i]) for name, column in known.items()} for i in range(count)]
+    return [_task(i, partial(dict, row), _of_columns, asking) for i, row in enumerate(rows)]
+
+
+def _task(number: int, read: Callable[[], dict[str, Any]], make: _Make, asking: TaskDefaults) -> Task:
+    """The task that `make` makes of the row that `read` returns, or why there is none."""
+    task = Task(number)
     try:
-        row = fields_of(line)
+        row = read()
         task = replace(task, key=key_of(row))
-        if "body" in row or "url" in row:
-            task = replace(task, form=URLS.get(str(row.get("url")), "chat.completion"))
-            return _of_openai(task, row, asking)
-        return _of_row(task, row, asking)
+        return make(task, row, asking)
     except InvalidInputError as error:
         return replace(task, error=f"{type(error).__name__}: {error}")
 
 
-def _of_row(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_line(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
+    if "body" not in row and "url" not in row:
+        return _of_row(task, row, asking)
+    task = replace(task, form=URLS.get(str(row.get("url")), "chat.completion"))
+    return _of_openai(task, row, asking)
+
+
+def _of_columns(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
+    own = row.pop("params", None) or {}
+    if not isinstance(own, dict):
+        raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
+    task = _of_row(task, {**own, **row}, asking)
+    if task.key is None and own.get("seed") is None:
+        task = replace(task, params=replace(task.params, seed=asking.params.seed))
+    if task.params.n != 1:
+        raise InvalidInputError(f"n={task.params.n}: a row has one answer; repeat the row, with another key")
+    return task
+
+
+def plain(value: Any) -> Any:
+    """A value of a column in Python's own types; fields of a struct that are not set are left out."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {name: plain(own) for name, own in value.items() if own is not None}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
+def _of_row(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     prompt = prompt_of(row)
     own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
     kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
 
-def _of_openai(task: Task, row: dict[str, Any], asking: Asking) -> Task:
+def _of_openai(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     body, url = row.get("body"), row.get("url")
     if not isinstance(row.get("custom_id"), str):
         raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
@@ -121,7 +171,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return chat_of(value, template) if name == "messages" else value
 
 
-def params_of(own: Mapping[str, Any], asking: Asking, task: Task) -> SamplingParams:
+def params_of(own: Mapping[str, Any], asking: TaskDefaults, task: Task) -> SamplingParams:
     """The sampling of a row: its own options, else those of the run; without a seed, one made of its key.
 
     Raises:

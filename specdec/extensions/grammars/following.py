@@ -37,16 +37,22 @@ class RowMasks:
 
 
 class RequestGrammar:
-    """The grammar of one request, of any kind. Positions without a possible token are noted: see `error_at`."""
+    """The grammar of one request, of any kind. Positions without a possible token are noted: see `error_at`.
+
+    Attributes:
+        vocabulary: of a compiled grammar. prompt_len, ends: of its request, known once that has a row: tokens of the
+            prompt, and ids that end it.
+    """
 
     vocabulary: GrammarCompiler | None = None
-    """Of a compiled grammar."""
+    prompt_len = 0
+    ends: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._seen: Ids = []
         self._errors: dict[int, tuple[Ids, Exception]] = {}
 
-    def follow(self, new_ids: Sequence[int], prompt_len: int) -> None:
+    def follow(self, new_ids: Sequence[int]) -> None:
         """Take all committed tokens after the prompt; restarts if other tokens were taken before.
 
         Errors noted after drafts that were rejected are forgotten.
@@ -58,7 +64,7 @@ class RequestGrammar:
             self._seen.clear()
         for token_id in own[len(self._seen) :]:
             if not self._take(token_id):
-                self.note(prompt_len + len(self._seen), [], SpecdecError(f"token {token_id} cannot come next"))
+                self.note(self.prompt_len + len(self._seen), [], SpecdecError(f"token {token_id} cannot come next"))
             self._seen.append(token_id)
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
@@ -73,10 +79,6 @@ class RequestGrammar:
     def forced(self) -> Ids:
         """Tokens that must come next, as the tokenizer writes them; [] if several tokens are allowed."""
         return []
-
-    def started(self, new_ids: Sequence[int]) -> bool:
-        """Whether it has begun within all new tokens of the request; with a begin marker it may not have."""
-        return True
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """The first position of a row at which no token is allowed, and why; None without such a position.
@@ -109,7 +111,7 @@ class FollowedGrammar(RequestGrammar):
     def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = (), prompt_ids: Sequence[int] = ()) -> None:
         """ends: ids that end the request. prompt_ids: its prompt, which may end with the begin marker."""
         super().__init__()
-        self._ends = {compiled.vocabulary.eos, *ends}
+        self._all_ends = {compiled.vocabulary.eos, *ends}
         self._compiled, self.vocabulary = compiled, compiled.vocabulary
         self._begins = compiled.begins_after(prompt_ids)
         self._restart()
@@ -117,22 +119,11 @@ class FollowedGrammar(RequestGrammar):
     def _restart(self) -> None:
         self._matcher, self._state = self._compiled.matcher() if self._begins else None, 0
 
-    def started(self, new_ids: Sequence[int]) -> bool:
-        """See `RequestGrammar.started`."""
-        state, begin = 0, self._compiled.begin
-        if self._begins or begin is None:
-            return True
-        for token_id in new_ids:
-            state, rest = begin.after(state, token_id)
-            if rest is not None:
-                return True
-        return False
-
     def _take(self, token_id: int) -> bool:
         matcher = self._matcher
         if self._is_given_up:  # its calls would hold the GIL forever
             return True
-        fits = matcher is None or token_id in self._ends or bool(matcher.validate_tokens([token_id]))
+        fits = matcher is None or token_id in self._all_ends or bool(matcher.validate_tokens([token_id]))
         self._matcher, self._state = self._after(matcher, self._state, token_id)
         return fits
 

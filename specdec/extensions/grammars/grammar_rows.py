@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -25,15 +25,12 @@ class GrammarRows:
     """The decided rows of a round whose requests have a grammar, on the host.
 
     Attributes:
-        requests: [m] their grammars; ends: [m] the ids that end each. new_ids: [m] committed tokens of each after the
-            prompt, bonus token included; lens: [m] int64 with the prompt.
+        requests: [m] their grammars. new_ids: [m] committed tokens of each after the prompt, bonus token included.
         places: [m] int64 where they are among the J decided rows. counts: [m] int64 drafts of each, and one.
     """
 
     requests: tuple[RequestGrammar, ...]
-    ends: tuple[tuple[int, ...], ...]
     new_ids: tuple[list[int], ...]
-    lens: np.ndarray
     places: np.ndarray
     counts: np.ndarray
     what: ClassVar[str] = "grammars of requests"
@@ -41,9 +38,8 @@ class GrammarRows:
     def first_positions(self, rows: int) -> GrammarRows:
         """The rows with drafts among the first `rows` decided rows, reduced to their first position."""
         found = np.flatnonzero((self.counts > 1) & (self.places < rows))
-        requests, ends, new_ids = (np.fromiter(own, object) for own in (self.requests, self.ends, self.new_ids))
-        each = tuple(requests[found]), tuple(ends[found]), tuple(new_ids[found])
-        return GrammarRows(*each, self.lens[found], self.places[found], np.ones(len(found), np.int64))
+        requests, new_ids = tuple(self.requests[j] for j in found), tuple(self.new_ids[j] for j in found)
+        return GrammarRows(requests, new_ids, self.places[found], np.ones(len(found), np.int64))
 
     def validate(self, query_lens: np.ndarray) -> None:
         """See `BatchExtra.validate`."""
@@ -93,36 +89,55 @@ def _banned(own: GrammarRows, drafts: EarlyDrafts | None, device: torch.device, 
 def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray) -> None:
     """Write the masks [N, W] int32 of all positions, row after row. Waits for the drafts."""
     masks[:] = -1
-    first = np.cumsum(own.counts) - own.counts
     read = None if drafts is None else drafts.wait()
-    rows: list[RowMasks] = []
-    for j, (request, place, count) in enumerate(zip(own.requests, own.places, own.counts, strict=True)):
+    rows: list[_Row] = []
+    start = 0
+    for request, new_ids, place, count in zip(own.requests, own.new_ids, own.places, own.counts.tolist(), strict=True):
         ids = read[place, : count - 1].tolist() if read is not None and count > 1 else []
-        rows.append(_row_of(request, own.new_ids[j], int(own.lens[j]), ids, masks.shape[1]))
-    each = list(zip(own.requests, own.ends, rows, first.tolist(), strict=True))
-    ended: dict[GrammarCompiler, list[tuple[tuple[int, ...], RowMasks, int]]] = {}
-    for request, ends, row, start in each:
-        if request.vocabulary is not None:
-            ended.setdefault(request.vocabulary, []).append((ends, row, start))
+        length = request.prompt_len + len(new_ids)
+        rows.append(_Row(request, _masks_of(request, new_ids, length, ids, masks.shape[1]), length, start))
+        start += count
+    compiled: dict[GrammarCompiler, list[_Row]] = {}
+    for row in rows:
+        if row.request.vocabulary is not None:
+            compiled.setdefault(row.request.vocabulary, []).append(row)
     returned = True
-    for vocabulary, mine in ended.items():
-        for _, row, start in mine:
-            masks[[start + at for at in row.within]] = vocabulary.only_end  # kept where the grammar has ended
-        returned &= vocabulary.fill(
-            [(m, start + at, ids) for _, row, start in mine for m, at, ids in row.chains], masks
-        )
-    for _, _, row, start in each:
-        for at, ready in row.ready.items():
-            masks[start + at] = -1 if ready is None else ready
-    _note_dead_ends(own, rows, first, masks, returned)
-    for vocabulary, mine in ended.items():
+    for vocabulary, mine in compiled.items():
+        for row in mine:
+            masks[row.within] = vocabulary.only_end  # kept where the grammar has ended
+        chains = [(matcher, row.start + at, ids) for row in mine for matcher, at, ids in row.masks.chains]
+        returned &= vocabulary.fill(chains, masks)
+    for row in rows:
+        for at, ready in row.masks.ready.items():
+            masks[row.start + at] = -1 if ready is None else ready
+    _note_dead_ends(rows, masks, returned)
+    for vocabulary, mine in compiled.items():
         _end_as_requests_do(mine, masks, vocabulary)
 
 
-def _row_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: list[int], words: int) -> RowMasks:
+class _Row(NamedTuple):
+    """One request of a round. length: its committed tokens, prompt included. start: its first row of the masks."""
+
+    request: RequestGrammar
+    masks: RowMasks
+    length: int
+    start: int
+
+    @property
+    def within(self) -> list[int]:
+        """Its rows of the masks in which the grammar decides."""
+        return [self.start + at for at in self.masks.within]
+
+    def note(self, at: int, reason: str) -> None:
+        """Note why no token can come at a position of it."""
+        error = SpecdecError(f"the grammar cannot go on: {reason}")
+        self.request.note(self.length + at, self.masks.drafts[:at], error)
+
+
+def _masks_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: list[int], words: int) -> RowMasks:
     """A row's masks. An exception of a user's matcher ends only its own request."""
     try:
-        request.follow(new_ids, length - len(new_ids))
+        request.follow(new_ids)
         return request.masks(drafts, words)
     except Exception as error:
         if is_from_outside(error):
@@ -131,19 +146,15 @@ def _row_of(request: RequestGrammar, new_ids: list[int], length: int, drafts: li
         return RowMasks(drafts)
 
 
-def _end_as_requests_do(
-    rows: Sequence[tuple[tuple[int, ...], RowMasks, int]], masks: np.ndarray, vocabulary: GrammarCompiler
-) -> None:
+def _end_as_requests_do(rows: Sequence[_Row], masks: np.ndarray, vocabulary: GrammarCompiler) -> None:
     """Replace llguidance's end id in the masks by each request's own end ids.
 
     An end id that is a special token is allowed only where the grammar may end. An end id that is text is also allowed
     where the grammar has that text; it ends the grammar only if the request has no special end id.
-
-    rows: (ends, masks, first row) of each.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    for ends, row, start in rows:
-        groups.setdefault(ends, []).extend(start + at for at in row.within)
+    for row in rows:
+        groups.setdefault(row.request.ends, []).extend(row.within)
     eos = vocabulary.eos
     for ends, found in groups.items():
         over = (masks[found, eos // _BITS] >> eos % _BITS) & 1
@@ -163,26 +174,18 @@ def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> N
         masks[rows, word] = np.where(on, masks[rows, word] | bit, masks[rows, word] & ~bit)
 
 
-def _note_dead_ends(
-    own: GrammarRows, rows: Sequence[RowMasks], first: np.ndarray, masks: np.ndarray, returned: bool
-) -> None:
+def _note_dead_ends(rows: Sequence[_Row], masks: np.ndarray, returned: bool) -> None:
     """Note positions at which no token is allowed; a request that reaches such a position ends with an error.
 
     returned: whether masks were filled; else each row is filled again alone, to find the row that blocks llguidance.
     """
-    for j, (request, row) in enumerate(zip(own.requests, rows, strict=True)):
-        if row.chains and (not returned or any(matcher.is_error() for matcher, _, _ in row.chains)):
-            start = int(first[j])
-            found = request.dead_end(row.drafts, masks[start : start + int(own.counts[j])])
+    for row in rows:
+        own = masks[row.start : row.start + len(row.masks.drafts) + 1]
+        chains = row.masks.chains
+        if chains and (not returned or any(matcher.is_error() for matcher, _, _ in chains)):
+            found = row.request.dead_end(row.masks.drafts, own)
             if found is not None:
-                request.note(int(own.lens[j]) + found[0], row.drafts[: found[0]], _cannot_go_on(found[1]))
-    for place in np.flatnonzero(~masks.any(1)).tolist():
-        j = int(np.searchsorted(first, place, side="right")) - 1
-        at = int(place - first[j])
-        reason = _cannot_go_on("no token of the vocabulary may come next")
-        own.requests[j].note(int(own.lens[j]) + at, rows[j].drafts[:at], reason)
-        masks[place] = -1
-
-
-def _cannot_go_on(reason: str) -> SpecdecError:
-    return SpecdecError(f"the grammar cannot go on: {reason}")
+                row.note(*found)
+        for at in np.flatnonzero(~own.any(1)).tolist():
+            row.note(at, "no token of the vocabulary may come next")
+            own[at] = -1

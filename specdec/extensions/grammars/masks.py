@@ -82,7 +82,6 @@ class GrammarColumns(ExtraColumns):
         self._forced, self._greedy = forced, greedy
         self._gives = np.zeros(max_rows, np.bool_)
         self._grammars: list[RequestGrammar | None] = [None] * max_rows
-        self._ends: list[tuple[int, ...]] = [()] * max_rows
         self.idle = True
 
     def open(self, table: RowTable, row: int, params: SamplingParams) -> None:
@@ -92,8 +91,9 @@ class GrammarColumns(ExtraColumns):
         table.read_first(row)
         if not isinstance(params.grammar, DecidedElsewhere):
             self.idle = False
-            self._grammars[row] = cast("RequestGrammar", params.grammar)  # as `GrammarMasks.prepared` made it
-            self._ends[row] = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
+            own = self._grammars[row] = cast("RequestGrammar", params.grammar)  # as `GrammarMasks.prepared` made it
+            own.prompt_len = int(table.prompt[row])
+            own.ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
             self._gives[row] = self._forced and table.drafts[row] and not (self._greedy and params.temperature)
             self.give_forced(table, row)
 
@@ -114,10 +114,9 @@ class GrammarColumns(ExtraColumns):
         grammar, length = self._grammars[row], table.length[row]
         if grammar is None or not self._gives[row] or table.computed[row] < table.prefill[row]:
             return
-        prompt_len, new_ids = int(table.prompt[row]), table.tokens[row, table.prompt[row] : length].tolist()
         if grammar.vocabulary is not None:  # user matchers are used only for masks
-            grammar.follow(new_ids, prompt_len)
-        forced = grammar.forced() or self._ends[row][: grammar.is_over]
+            grammar.follow(table.tokens[row, grammar.prompt_len : length].tolist())
+        forced = grammar.forced() or grammar.ends[: grammar.is_over]
         if forced:
             table.give(row, forced[: int(table.drafts[row])], True)
         table.await_drafts(row)
@@ -127,7 +126,7 @@ class GrammarColumns(ExtraColumns):
         decided = np.flatnonzero(table.computed[schedule.rows] + schedule.num_new == table.length[schedule.rows])
         places = [int(place) for place in decided if self._grammars[schedule.rows[place]] is not None]
         new_ids = [table.tokens[row, table.prompt[row] : table.length[row]].tolist() for row in schedule.rows[places]]
-        return self._rows(table, schedule, decided, places, new_ids)
+        return self._rows(schedule, decided, places, new_ids)
 
     def after(
         self,
@@ -149,21 +148,17 @@ class GrammarColumns(ExtraColumns):
             row, count = schedule.rows[place], num_accepted[place]
             known = table.tokens[row, table.prompt[row] : start[place] - count].tolist()
             new_ids.append(known + tokens[place, : count + 1].tolist())
-        return self._rows(table, schedule, np.arange(len(start)), places, new_ids)
+        return self._rows(schedule, np.arange(len(start)), places, new_ids)
 
     def _rows(
-        self, table: RowTable, schedule: Schedule, decided: np.ndarray, places: list[int], new_ids: list[list[int]]
+        self, schedule: Schedule, decided: np.ndarray, places: list[int], new_ids: list[list[int]]
     ) -> GrammarRows | None:
         if not places:
             return None
         from specdec.extensions.grammars.grammar_rows import GrammarRows
 
-        rows = schedule.rows[places]
-        found = tuple(g for row in rows if (g := self._grammars[row]) is not None)
-        lens = table.prompt[rows] + [len(ids) for ids in new_ids]
-        counts = schedule.num_drafts[places] + 1
-        ends = tuple(self._ends[row] for row in rows)
-        return GrammarRows(found, ends, tuple(new_ids), lens, np.searchsorted(decided, places), counts)
+        found = tuple(g for row in schedule.rows[places] if (g := self._grammars[row]) is not None)
+        return GrammarRows(found, tuple(new_ids), np.searchsorted(decided, places), schedule.num_drafts[places] + 1)
 
 
 def grammar_extras(one_process: bool, greedy: bool) -> tuple[RoundExtra, ...]:

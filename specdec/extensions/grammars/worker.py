@@ -18,13 +18,13 @@ from typing import Any
 from attention.cached import cached_property
 
 
-class Worker:
+class GrammarThread:
     """A thread that waits for llguidance. executor: llguidance's own threads, made when they are first needed."""
 
     def __init__(self, lib: Any) -> None:
         """lib: the module llguidance."""
         self._lib = lib
-        self._calls: SimpleQueue[tuple[Callable[[Worker], None], Future[None]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[GrammarThread], None], Future[None]]] = SimpleQueue()
         # A daemon, because one that is left behind must not keep the process from ending.
         threading.Thread(target=self._serve, name="specdec-grammars", daemon=True).start()
 
@@ -43,7 +43,7 @@ class Worker:
             else:
                 outcome.set_result(None)
 
-    def returns(self, call: Callable[[Worker], None], seconds: float) -> bool:
+    def returns(self, call: Callable[[GrammarThread], None], seconds: float) -> bool:
         """Run a call that releases the GIL; False where it has not returned by then: the worker is lost with it."""
         outcome: Future[None] = Future()
         self._calls.put((call, outcome))
@@ -57,21 +57,21 @@ class Worker:
         return False
 
 
-class Workers:
+class GrammarThreads:
     """The workers of this process, one for each call that runs. lost: how many were left behind."""
 
     def __init__(self, lib: Any) -> None:
         """lib: the module llguidance."""
         self._lib, self.lost = lib, 0
-        self._idle: dict[int, list[Worker]] = {}
+        self._idle: dict[int, list[GrammarThread]] = {}
 
-    def returns(self, call: Callable[[Worker], None], seconds: float) -> bool:
-        """See `Worker.returns`. A call waits for no other: compiling may take longer than a round's masks may."""
+    def returns(self, call: Callable[[GrammarThread], None], seconds: float) -> bool:
+        """See `GrammarThread.returns`. No call waits for another: compiling may take longer than masks may."""
         idle = self._idle.setdefault(os.getpid(), [])  # a forked process has none of its parent's threads
         try:
             worker = idle.pop()
         except IndexError:
-            worker = Worker(self._lib)
+            worker = GrammarThread(self._lib)
         try:
             returned = worker.returns(call, seconds)
         except Exception:  # of the call, which is over
@@ -85,6 +85,6 @@ class Workers:
 
 
 @cache
-def workers_of(lib: Any) -> Workers:
+def workers_of(lib: Any) -> GrammarThreads:
     """The workers for all tokenizers of this process."""
-    return Workers(lib)
+    return GrammarThreads(lib)

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables
@@ -44,11 +44,11 @@ def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool
     return [*counts[:-1], 0] if without_head else counts
 
 
-def take_pages(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages:
-    """Take these numbers of pages from the pools. Raises OutOfPagesError: fewer are free; nothing was taken."""
+def take_pages(pools: Sequence[BlockTables], counts: Sequence[int]) -> Pages | OutOfPagesError:
+    """Take these numbers of pages from the pools; or the error, not raised, where fewer are free."""
     for pool, count in zip(pools, counts, strict=True):
         if count > pool.allocator.num_free:
-            raise OutOfPagesError(f"{count} pages wanted, {pool.allocator.num_free} are free")
+            return OutOfPagesError(f"{count} pages wanted, {pool.allocator.num_free} are free")
     return tuple(tuple(pool.allocate_detached(count)) for pool, count in zip(pools, counts, strict=True))
 
 
@@ -64,10 +64,13 @@ class _Held:
     until: float
 
 
-@dataclass(frozen=True)
-class _Late:
+@dataclass
+class _Reserved:
+    """Pages of an arriving request. rounds: how many must end before they may be filled. settled: of a late read."""
+
     pages: Pages
-    settled: Callable[[], bool]
+    rounds: int
+    settled: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,18 @@ class HeldPages:
     """Pages of one engine that belong to a request but to no row: it has left, or has not begun here yet.
 
     Attributes:
-        grace: see `GRACE_SECONDS`. finished: returns leases that the transport reports as read.
+        pools: the engine's block tables. grace: see `GRACE_SECONDS`.
+        finished: returns leases that the transport reports as read.
         revoke, grant: notify the transport that a lease has ended, or that its pages may be read.
         confirm: called with everything that a round has granted, before any reader is notified; with several ranks they
             wait for each other there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Sequence[BlockTables]) -> None:
+        self.pools = pools
         self._held: dict[str, _Held] = {}
         self._over: list[str] = []
-        self._filling: dict[int, Pages] = {}
-        self._late: dict[int, _Late] = {}
-        self._not_yet: dict[int, int] = {}
+        self._reserved: dict[int, _Reserved] = {}
         self._next = 0
         self._num_leases = 0
         self.secret = secrets.token_bytes(32)
@@ -116,23 +119,18 @@ class HeldPages:
         return len(self._held)
 
     @property
-    def num_quarantined(self) -> int:
-        """Number of late reads that may still write to their pages."""
-        return len(self._late)
-
-    @property
     def active(self) -> bool:
         """Whether anything is held, late or reserved for later."""
-        return bool(self._held or self._late or self._not_yet)
+        return bool(self._held) or any(own.rounds or own.settled is not None for own in self._reserved.values())
 
     def pause(self, waiting: bool) -> None:
         """Sleep briefly if requests wait for pages that only a peer or the end of a lease frees."""
-        if waiting and (self.active or self._filling):
+        if waiting and (self._held or self._reserved):
             time.sleep(_PAUSE_SECONDS)
 
     def late_pages(self) -> set[int]:
         """Pages of the target's first group that are in quarantine."""
-        return {page for late in self._late.values() for page in late.pages[0]}
+        return {page for own in self._reserved.values() if own.settled is not None for page in own.pages[0]}
 
     def hold(self, pages: Pages, lease_seconds: float) -> str:
         """Hold the pages of a request that leaves, and let them be read; returns its lease.
@@ -150,13 +148,13 @@ class HeldPages:
         """Note that these pages will not be read, so that they are due next."""
         self._over.append(lease)
 
-    def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
+    def release(self, leases: Iterable[str]) -> None:
         """Free the pages of these leases. Unknown ones are over already."""
         for lease in leases:
             held = self._held.pop(lease, None)
             if held is not None:
                 self.revoke(lease)
-                release_pages(pools, held.pages)
+                release_pages(self.pools, held.pages)
 
     def due(self) -> Due:
         """Leases that were read, are overdue or ended here, and reservations that may leave quarantine."""
@@ -166,61 +164,63 @@ class HeldPages:
             over = [lease for lease, held in self._held.items() if held.until <= now]
             ended, self._over = self._over, []
             leases = [lease for lease in dict.fromkeys((*ended, *self.finished(), *over)) if lease in self._held]
-        return Due(tuple(leases), tuple(number for number, late in self._late.items() if late.settled()))
+        late = [(number, own.settled) for number, own in self._reserved.items()]
+        return Due(tuple(leases), tuple(number for number, settled in late if settled is not None and settled()))
 
-    def settle(self, pools: Sequence[BlockTables], due: Due) -> None:
+    def settle(self, due: Due) -> None:
         """Free what is due."""
-        self.release(pools, due.leases)
+        self.release(due.leases)
         for number in due.reads:
-            release_pages(pools, self._late.pop(number).pages)
+            release_pages(self.pools, self._reserved.pop(number).pages)
 
     def begin_round(self) -> None:
         """Count a round, for `may_fill`, which is called between two rounds."""
-        self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
+        for own in self._reserved.values():
+            own.rounds = max(own.rounds - 1, 0)
 
-    def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
-        """Take pages for an arriving request; returns a number for them. Raises OutOfPagesError: too few are free now.
+    def reserve(self, moved: MovedRequest, without_head: bool, rounds: int) -> int | OutOfPagesError:
+        """Take pages for an arriving request; returns a number for them, or the error where too few are free now.
 
         rounds: how many must end before the pages are filled, see `may_fill`.
         """
-        pages = take_pages(pools, pages_needed(pools, moved.computed, without_head))
+        pages = take_pages(self.pools, pages_needed(self.pools, moved.computed, without_head))
+        if isinstance(pages, OutOfPagesError):
+            return pages
         self._next += 1
-        self._filling[self._next] = pages
-        if rounds:
-            self._not_yet[self._next] = rounds
+        self._reserved[self._next] = _Reserved(pages, rounds)
         return self._next
 
     def may_fill(self, number: int) -> bool:
         """Whether no launched round can write to reserved pages any more."""
-        return number not in self._not_yet
+        return not self._reserved[number].rounds
 
     def pages_of(self, number: int) -> Pages:
         """The reserved pages of a number."""
-        return self._filling[number]
+        return self._reserved[number].pages
 
     def take(self, number: int) -> Pages:
         """The reserved pages of a number, filled now; from here on they belong to a waiting request."""
-        return self._filling.pop(number)
+        return self._reserved.pop(number).pages
 
-    def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
+    def drop(self, number: int, settled: Callable[[], bool]) -> None:
         """Free reserved pages once `settled` returns True: nothing writes to them. Does nothing if they were taken."""
-        pages = self._filling.pop(number, None)
-        self._not_yet.pop(number, None)
-        if pages is None:
+        own = self._reserved.get(number)
+        if own is None or own.settled is not None:
             return
         if settled():
-            release_pages(pools, pages)
+            release_pages(self.pools, self._reserved.pop(number).pages)
         else:
-            self._late[number] = _Late(pages, settled)
+            own.settled, own.rounds = settled, 0
 
     def watch(self, number: int, settled: Callable[[], bool]) -> None:
         """Replace the `settled` function of a late read. Does nothing if no such read is late."""
-        if number in self._late:
-            self._late[number] = replace(self._late[number], settled=settled)
+        own = self._reserved.get(number)
+        if own is not None and own.settled is not None:
+            own.settled = settled
 
     def keep(self, pools: Sequence[BlockTables]) -> None:
         """Own all held pages in new pools, which replace the former pools."""
-        every = [*(held.pages for held in self._held.values()), *self._filling.values()]
-        for pages in (*every, *(late.pages for late in self._late.values())):
-            for pool, own in zip(pools, pages, strict=True):
-                pool.keep_detached(own)
+        self.pools = pools
+        for pages in (*(held.pages for held in self._held.values()), *(own.pages for own in self._reserved.values())):
+            for pool, mine in zip(pools, pages, strict=True):
+                pool.keep_detached(mine)

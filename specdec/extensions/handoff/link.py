@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,8 @@ from specdec.extensions.handoff.moved import Departed, Handoff, Pages
 from specdec.extensions.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import short
+from specdec.wrapped.changes import WeightVersions, adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
-from specdec.wrapped.model_check import adapter_layers, adapter_states, in_words
-from specdec.wrapped.versions import WeightVersions
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "local": LocalTransport,
@@ -104,25 +104,25 @@ class RankEnd:
 
     def read(self, own: ReadPlan) -> Read:
         """Start a read. Raises TransferError: the source cannot be reached."""
-        synchronize([bound.bytes for bound in self._bounds[:1]])  # launched rounds may still write to freed pages
+        synchronize(self._bounds)  # launched rounds may still write to freed pages
         return _InTime(self.transport.read(own))
 
 
+@dataclass(frozen=True)
 class _InTime:
     """A `Read` that fails unless it is done before its deadline, after which the source may reuse its pages."""
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
+    read: Read
 
     def wait(self, deadline: float) -> None:
         """See `Read.wait`. Raises TransferError: the deadline passed meanwhile."""
-        self._read.wait(deadline)
+        self.read.wait(deadline)
         if time.monotonic() > deadline:
             raise TransferError("the lease of the request ended while its pages were read")
 
     @property
     def settled(self) -> bool:
-        return self._read.settled
+        return self.read.settled
 
 
 def _part(ranks: Any) -> int:
@@ -264,17 +264,14 @@ class Link:
             read = self._begun(own, handoff, number, deadline)
             read.wait(deadline)
         except BaseException:
-            self._drop(number, read)
+            with self._model._shared.between_rounds():
+                self._guests.drop(number, lambda: read is None or read.settled)
             raise
         self._end.transport.finish(own)
 
     def _begun(self, own: ReadPlan, handoff: Handoff, number: int, deadline: float) -> Read:
         """Start a read on all ranks. own: this rank's plan. Raises TransferError: the source cannot be reached."""
         return self._end.read(own)
-
-    def _drop(self, number: int, read: Read | None) -> None:
-        with self._model._shared.between_rounds():
-            self._guests.drop(number, lambda: read is None or read.settled)
 
 
 def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

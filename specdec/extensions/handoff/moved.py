@@ -20,11 +20,12 @@ from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
 from specdec.requests.submission import Submission
-from specdec.values import real, refuse, refuse_type, whole
+from specdec.values import number, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
 _LONGEST_HEADER = 2**28
+_SECONDS = number("seconds, from 0 on", lambda seconds: 0 <= seconds < math.inf)
 _COUNTS = ("limit", "num_drafts", "sample_index", "preemptions", "prefix_hit_tokens", "cached_tokens")
 
 
@@ -144,18 +145,14 @@ class Leaving(Submission):
 
 @dataclass(frozen=True)
 class Resumption:
-    """A request from another engine.
+    """A request from another engine. number: of its filled pages, see `MovingRequests.resume`."""
 
-    Attributes:
-        arrival: the number of its pages and its tensors, see `MovingRequests.resume`; None to read its tokens again.
-    """
-
-    moved: MovedRequest
-    arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None
+    handoff: Handoff
+    number: int | None
 
     def submit_to(self, engine: Any) -> int:
         """Queue it; its id. See `MovingRequests.resume`."""
-        request_id: int = engine.guests.resume(self.moved, self.arrival)
+        request_id: int = engine.guests.resume(self.handoff, self.number)
         return request_id
 
 
@@ -218,6 +215,10 @@ class Handoff:
         parts = [t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in self.tensors.values()]
         return b"".join([_MAGIC, len(text).to_bytes(8, "little"), text, *parts])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its bytes: multiprocessing would send tensors through shared memory."""
+        return Handoff.from_bytes, (self.to_bytes(),)
+
     @classmethod
     def from_bytes(cls, data: bytes) -> Handoff:
         """The inverse of `to_bytes`; no code of the data is run.
@@ -242,7 +243,7 @@ class Handoff:
             return cls(
                 source=EngineTable.from_json(header["source"]),
                 lease=_text("lease", header["lease"]),
-                expires=_seconds("expires", header["expires"]),
+                expires=_SECONDS("expires", header["expires"]),
                 moved=None if header["moved"] is None else _moved(header["moved"]),
                 blocks={str(group): _numbers(f"blocks of {group}", own) for group, own in header["blocks"].items()},
                 tensors=_tensors(header["tensors"], data[start + size :]),
@@ -259,7 +260,7 @@ def _moved(given: dict[str, Any]) -> MovedRequest:
     read: dict[str, Any] = {"params": SamplingParams.from_dict(given["params"])}
     read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
     read |= {name: whole(name, given[name], 0) for name in _COUNTS}
-    read |= {name: _seconds(name, given[name]) for name in ("queue_s", "prefill_s")}
+    read |= {name: _SECONDS(name, given[name]) for name in ("queue_s", "prefill_s")}
     read |= {"key": whole("key", given["key"], 0, 2**64 - 1), "variant": whole("variant", given["variant"], 0, 2**31)}
     if given.keys() != read.keys():
         raise ValueError(f"a request of other fields: {sorted(given.keys() ^ read.keys())}")
@@ -270,14 +271,7 @@ def _numbers(name: str, given: Any) -> tuple[int, ...]:
     """Token ids or page numbers."""
     if not isinstance(given, list):
         raise refuse_type(name, given, "a list of numbers")
-    return tuple(whole(name, number, 0) for number in given)
-
-
-def _seconds(name: str, given: Any) -> float:
-    found = real(name, given, "seconds")
-    if not 0 <= found < math.inf:
-        raise refuse(name, given, "seconds, from 0 on")
-    return found
+    return tuple(whole(name, each, 0) for each in given)
 
 
 def _text(name: str, given: Any) -> str:

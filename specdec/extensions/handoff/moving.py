@@ -1,24 +1,28 @@
-"""Requests that move between engines, as one engine sees them: `Guests` whose requests come from or go to others."""
+"""Requests that enter an engine's batch with keys and values of another engine, or leave it with their own."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from attention.cache.pages import BlockTables
+from attention.cache.prefix import NOTHING
+from attention.checking import CHECKS
 from attention.errors import HandoffMismatchError, OutOfPagesError
 from drafters.loops.base import Draft
 from specdec.engine.admission import Admission
 from specdec.engine.engine import Engine
 from specdec.engine.guests import DraftsOf, Guests
 from specdec.execution.base import Executor, Round
-from specdec.extensions.handoff.batch import Arrivals, Departures
-from specdec.extensions.handoff.held import ROUNDS_IN_VAIN, HeldPages
-from specdec.extensions.handoff.moved import Arrival, Leaving, MovedRequest
-from specdec.extensions.handoff.tensors import RowTensors, row_tensors
+from specdec.extensions.handoff.held import ROUNDS_IN_VAIN, HeldPages, release_pages
+from specdec.extensions.handoff.moved import Arrival, Departed, Departure, Handoff, Leaving, MovedRequest, Pages
+from specdec.extensions.handoff.tensors import Arrived, RowTensors, row_tensors
+from specdec.interrupts import raised_twice
 from specdec.requests.request import Request, Times, Update
 from specdec.requests.text import TextStream
 from specdec.rounds.rows import Schedule
@@ -33,9 +37,11 @@ class MovingRequests(Guests):
     def __init__(self, engine: Engine) -> None:
         """For an engine, which starts to use it with `Engine.host`."""
         self._engine = engine
-        self.held = HeldPages()
-        self._arrivals = Arrivals()
-        self._departures = Departures(self.held)
+        self.held = HeldPages(engine.scheduler.pools())
+        self._waiting: dict[Request, Arrival] = {}
+        self._entered: list[Arrived] = []
+        self._seconds: dict[Request, float] = {}
+        self._leaving: dict[Request, tuple[str, Pages, dict[str, torch.Tensor]]] = {}
         self._tensors: tuple[Executor, RowTensors] | None = None
 
     @property
@@ -48,7 +54,135 @@ class MovingRequests(Guests):
 
     @property
     def leaving(self) -> bool:
-        return self._departures.expected
+        return bool(self._seconds)
+
+    def expect(self, request: Request, arrival: Arrival) -> None:
+        """Note a queued request that has pages."""
+        self._waiting[request] = arrival
+        request.has_pages = True
+
+    def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
+        """See `Guests.keep`: all requests read their tokens again, and those that were leaving will leave again."""
+        self._waiting, self._entered, self._leaving = {}, [], {}
+        self._seconds = {request: self._seconds[request] for request in waiting if request in self._seconds}
+        self.held.keep(pools)
+
+    def discard(self, request: Request) -> None:
+        self._seconds.pop(request, None)
+        arrival = self._waiting.pop(request, None)
+        request.has_pages = False
+        if arrival is not None:
+            release_pages(self._engine.scheduler.pools(), arrival.pages)
+
+    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
+        """See `Guests.join`: put the tensors of each request that has just entered into its row, once."""
+        entered, self._entered = self._entered, []
+        return self.tensors.receive(round_, draft, entered) if entered else draft
+
+    def enter(self, schedule: Schedule) -> Schedule:
+        """See `Guests.enter`. Open rows before other requests get theirs, since these hold pages already.
+
+        Each verifies its bonus token at once, and the drafts that it has brought, or that it is given here.
+        """
+        in_turn = sorted(self._waiting, key=lambda request: request.turn)
+        waiting = [request for request in in_turn if self._may_go_on(request)]
+        if not waiting:
+            return schedule
+        batch = self._engine
+        scheduler, table, config = batch.scheduler, batch.table, batch.config
+        tokens, promised, pages = schedule.num_tokens, 0, scheduler.target_pages
+        for request in waiting:
+            computed = len(request.committed) - 1
+            most = scheduler.drafts_of(request, computed)
+            drafts = min(self._waiting[request].num_drafts, most)
+            if scheduler.head_pages is not None:
+                most = drafts
+            tokens += 1 + most
+            more = pages.pages_for(computed + 1 + most) - pages.pages_for(computed)
+            free = min(pool.allocator.num_free for pool in (pages, *scheduler.windowed_pages))
+            if not table.num_free or tokens > config.max_num_batched_tokens or promised + more > free:
+                break
+            scheduler.waiting.remove(request)
+            if self._open(request, computed, drafts):
+                promised += more
+        new, old = self._entered, schedule
+        counts = np.array([one.num_drafts for one in new], np.int64)
+        rows = np.array([one.row for one in new], np.int64)
+        arrived = int(np.count_nonzero(counts))
+        places = self.tensors.places(table.previous[old.rows[old.num_drafts > 0]], arrived)
+        if places is not None:
+            table.previous[rows[counts > 0]] = places
+        if scheduler.head_pages is None:
+            limits = table.drafts[rows], table.limit[rows], table.longest[rows]
+            counts = np.minimum(scheduler.drafts_at(table.computed[rows], *limits), table.num_given[rows])
+        scheduler.reserve(rows, table.computed[rows] + 1 + counts, False)
+        return Schedule(
+            np.concatenate([old.rows, rows]),
+            np.concatenate([old.num_new, np.ones_like(rows)]),
+            np.concatenate([old.num_drafts, counts]),
+            arrived,
+        )
+
+    def _may_go_on(self, request: Request) -> bool:
+        """Whether a request's next tokens can use the keys that arrived with it.
+
+        They cannot if all its tokens must be read again at just this length (longrope models). Then its pages are freed
+        and it waits like other requests.
+        """
+        if self._engine.scheduler.variant(request) == request.variant:
+            return True
+        self.discard(request)
+        return False
+
+    def _open(self, request: Request, computed: int, drafts: int) -> bool:
+        """Open a row for a request, with its pages. False: its parameters do not fit."""
+        batch, scheduler = self._engine, self._engine.scheduler
+        fault = raised_twice(partial(scheduler.open_row, request, computed, computed))
+        if fault is not None:
+            self.discard(request)
+            scheduler.refused.append((request, fault))
+            return False
+        arrival = self._waiting.pop(request)
+        request.has_pages = False
+        batch.table.begin[request.row] = 0  # modules have read all earlier positions; `Arrival.tensors` continues them
+        if scheduler.prefixes is not None:
+            scheduler.prefixes.enter(request, NOTHING)
+        for pool, pages in zip(scheduler.pools(), arrival.pages, strict=True):
+            if pages:
+                pool.attach(request.row, pages, computed)
+        scheduler.running.append(request)
+        self._entered.append(Arrived(request.row, computed, arrival, drafts, request.params))
+        return True
+
+    def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
+        """See `Guests.leave`; their next drafts leave with them."""
+        leaving = [r for r in owners if r is not None and r.leaves and r.row >= 0]
+        if not leaving:
+            return
+        batch, tensors = self._engine, self.tensors
+        schedule, drafting = leaving_drafts(batch, leaving)
+        drafts = _copies(batch, schedule, tensors, drafts_of) if drafting else []
+        made = dict(zip(drafting, drafts, strict=True))
+        granted: dict[str, Pages] = {}
+        for request in leaving:
+            own, computed = made.get(request, {}), int(batch.table.computed[request.row])
+            carried = tensors.pack(request.row, computed, bool(own))  # after the draft prefill, which carries on
+            pages = take_out(batch, request)
+            lease = self.held.hold(pages, self._seconds[request])
+            self._leaving[request] = lease, pages, carried | own
+            granted[lease] = pages
+        self.held.confirm(granted)
+
+    def reported(self, request: Request, update: Update) -> Update:
+        """See `Guests.reported`: its departure if it leaves, unless its first token ends it."""
+        if request not in self._leaving:
+            return update
+        lease, pages, tensors = self._leaving.pop(request)
+        if update.last:
+            self.held.end(lease)
+            return update
+        own = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return Departed(**vars(update), departure=Departure(MovedRequest.of(request), lease, pages, own))
 
     def begin_round(self) -> None:
         if self.held.active:
@@ -61,28 +195,7 @@ class MovingRequests(Guests):
 
     def settle(self) -> None:
         if self.held.active:
-            self.held.settle(self._engine.scheduler.pools(), self.held.due())
-
-    def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
-        self._arrivals.forget()
-        self._departures.forget(waiting)
-        self.held.keep(pools)
-
-    def enter(self, schedule: Schedule) -> Schedule:
-        return self._arrivals.enter(self._engine, schedule, self.tensors)
-
-    def discard(self, request: Request) -> None:
-        self._departures.expect_no_more(request)
-        self._arrivals.discard(self._engine, request)
-
-    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
-        return self._arrivals.join(round_, draft, self.tensors)
-
-    def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:
-        self._departures.leave(self._engine, owners, self.tensors, drafts_of)
-
-    def reported(self, request: Request, update: Update) -> Update:
-        return self._departures.reported(request, update)
+            self.held.settle(self.held.due())
 
     def submit_leaving(self, request: Leaving) -> int:
         """As `Engine.submit`, but the request leaves with its first token, for another engine."""
@@ -90,7 +203,7 @@ class MovingRequests(Guests):
         own = (request.token_ids, request.params, limit, request.sample_index, request.eos_token_ids)
         queued = engine.admission.request(engine.take_id(), *own)
         request_id = engine.queue(queued)
-        self._departures.expect(queued, request.seconds)
+        self._seconds[queued], queued.leaves = request.seconds, True
         return request_id
 
     def check_leaving(self, request: Leaving) -> int:
@@ -142,12 +255,12 @@ class MovingRequests(Guests):
             )
         admission.check_cache(len(moved.prompt_token_ids), moved.limit)
 
-    def reserve(self, moved: MovedRequest) -> int:
-        """Take pages for a request from another engine, to be filled and then given to `resume`; returns their number.
+    def reserve(self, moved: MovedRequest) -> int | OutOfPagesError:
+        """Take pages for a request from another engine, to be filled and then given to `resume`; returns their number,
+        or the error where too few are free now: raised in here, it would make the engine renew its rows.
 
         Raises:
             InvalidInputError, CacheTooSmallError: such a request cannot be served here, see `check_moved`.
-            OutOfPagesError: not now.
         """
         engine = self._engine
         self.check_moved(moved)
@@ -155,39 +268,83 @@ class MovingRequests(Guests):
             self.settle()
             without_head = engine.scheduler.head_pages is not None and not moved.num_drafts
             rounds = 0 if engine.inflight is None else ROUNDS_IN_VAIN
-            try:
-                return self.held.reserve(engine.scheduler.pools(), moved, without_head, rounds)
-            except OutOfPagesError as error:
-                missing = error
-        raise missing  # outside: an error that leaves the block makes the engine renew its rows
+            return self.held.reserve(moved, without_head, rounds)
 
     def may_fill(self, number: int) -> bool:
         """Whether reserved pages may be written to, see `HeldPages.may_fill`."""
         return self._engine.inflight is None or self.held.may_fill(number)
 
-    def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
+    def resume(self, handoff: Handoff, number: int | None) -> int:
         """Queue a request from another engine; it continues as if it had always been here.
 
-        arrival: the number of its filled pages, and its tensors (see `Departure`); None to read its tokens again.
+        number: of its filled pages; None to read its tokens again.
         """
+        moved = handoff.moved
+        assert moved is not None
         self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)
         request_id = self._engine.queue(request)  # first: it repairs what an interrupt has left, and keeps held pages
-        if arrival is not None:
-            number, tensors = arrival
+        if number is not None:
             with self._engine.change:
-                self._arrivals.add(request, Arrival(self.held.take(number), tensors))
+                self.expect(request, Arrival(self.held.take(number), handoff.tensors))
         return request_id
 
     def release(self, leases: Sequence[str]) -> None:
         """Free pages held for requests that left and will not be read. Unknown leases have ended already."""
         with self._engine.change:
-            self.held.release(self._engine.scheduler.pools(), leases)
+            self.held.release(leases)
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
         """Give up reserved pages because the request does not arrive, see `HeldPages.drop`."""
         with self._engine.change:
-            self.held.drop(self._engine.scheduler.pools(), number, settled)
+            self.held.drop(number, settled)
+
+
+def _copies(
+    batch: Engine, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf
+) -> list[dict[str, torch.Tensor]]:
+    """Copies of each row's drafts, and of the distributions they were drawn from."""
+    draft, places = drafts_of(schedule)
+    sampled = batch.table.sampling(schedule.rows).temperature > 0
+    each = zip(places.tolist(), schedule.num_drafts.tolist(), sampled.tolist(), strict=True)
+    return [tensors.drafts_of(draft, place, count, drawn) for place, count, drawn in each]
+
+
+def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
+    """The leaving requests that draft, and the schedule of the draft loop that is launched before they go.
+
+    Only pages of the head are reserved for it, since no draft of these requests is verified here.
+    """
+    scheduler, table = batch.scheduler, batch.table
+    rows = np.array([r.row for r in leaving], np.int64)
+    drafts = scheduler.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
+    if scheduler.head_pages is None:
+        drafts = np.zeros_like(drafts)
+    own = drafts > 0
+    rows, drafts = rows[own], drafts[own]
+    if scheduler.head_pages is not None:
+        scheduler.head_pages.extend(rows, table.computed[rows] + drafts)
+    return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
+
+
+def take_out(batch: Engine, request: Request) -> Pages:
+    """Take a running request out of the batch; returns its pages, which no row owns now. Its row is free at once."""
+    scheduler, table, row = batch.scheduler, batch.table, request.row
+    computed = int(table.computed[row])
+    if CHECKS.on:
+        for columns in table.extras:
+            columns.check_leaving(table, row)
+    scheduler.free_behind_windows(np.array([row]))
+    for pool in scheduler.pools():
+        if pool.pages_of(row):  # else the head's pool, of which a request without drafts has no pages
+            pool.resize([row], [computed])
+    if scheduler.prefixes is not None:
+        scheduler.prefixes.leave(row)
+    pages = tuple(tuple(pool.detach(row)) for pool in scheduler.pools())
+    scheduler.running.remove(request)
+    table.close(row)
+    request.row = -1
+    return pages
 
 
 def moving_requests(engine: Engine, make: Callable[[Any], MovingRequests] = MovingRequests) -> MovingRequests:

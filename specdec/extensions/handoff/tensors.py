@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from drafters.loops.base import CarriesVectors, Draft, DraftLoop
+from drafters.loops.base import CarriesVectors, Draft
 from specdec.acceptance.judge import DraftVocab
 from specdec.engine.engine import Engine
-from specdec.execution.base import DraftBuffers, Round
+from specdec.execution.base import Round
 from specdec.execution.eager import draft_vocab
+from specdec.execution.sampled import SampledDrafts
 from specdec.extensions.handoff.moved import Arrival
 from specdec.ops.draws import Filtered
 from specdec.requests.sampling import SamplingParams
@@ -43,14 +44,16 @@ class Arrived:
     params: SamplingParams
 
 
+@dataclass(frozen=True)
 class RowTensors(ABC):
     """What rows carry from round to round besides pages: read where a request leaves, put back where it goes on.
 
     States, and vectors of a draft loop, are the same in every executor; how drafts are kept depends on it.
     """
 
-    def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
-        self._states, self._loop, self._device = states, loop, device
+    states: StateRunner | None
+    loop: Any
+    device: torch.device
 
     def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
@@ -58,29 +61,29 @@ class RowTensors(ABC):
         computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
         found: dict[str, torch.Tensor] = {}
-        if drafts and isinstance(self._loop, CarriesVectors):
-            found["carried"] = self._loop.carried_by(row).clone()
-        if self._states is not None:
-            found |= {f"state.{i}": tensor for i, tensor in enumerate(self._states.of_row(row, computed))}
+        if drafts and isinstance(self.loop, CarriesVectors):
+            found["carried"] = self.loop.carried_by(row).clone()
+        if self.states is not None:
+            found |= {f"state.{i}": tensor for i, tensor in enumerate(self.states.of_row(row, computed))}
         return found
 
     def refuses(self, tensors: Tensors) -> str:
         """Why such tensors cannot be taken over; "" when they can."""
         expected: dict[str, tuple[int, ...]] = {}
-        if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
-            expected["carried"] = self._loop.carried_shape
-        if self._states is not None:
-            expected |= {f"state.{i}": shape for i, shape in enumerate(self._states.moved_shapes)}
+        if isinstance(self.loop, CarriesVectors) and "drafts" in tensors:
+            expected["carried"] = self.loop.carried_shape
+        if self.states is not None:
+            expected |= {f"state.{i}": shape for i, shape in enumerate(self.states.moved_shapes)}
         given = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("draft")}
         return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
 
     def unpack(self, row: int, computed: int, tensors: Tensors) -> None:
         """Put the tensors that `pack` returned in another engine of the model into a row of this engine."""
-        if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
-            self._loop.carry(row, tensors["carried"].to(self._device))
-        if self._states is not None:
-            given = [tensors[f"state.{i}"] for i in range(len(self._states.states))]
-            self._states.put_row(row, computed, given)
+        if isinstance(self.loop, CarriesVectors) and "carried" in tensors:
+            self.loop.carry(row, tensors["carried"].to(self.device))
+        if self.states is not None:
+            given = [tensors[f"state.{i}"] for i in range(len(self.states.states))]
+            self.states.put_row(row, computed, given)
 
     @abstractmethod
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
@@ -90,28 +93,30 @@ class RowTensors(ABC):
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
         """Places of drafts for `count` arriving rows, where this engine's rows have those `taken`; None: after them."""
 
-    @abstractmethod
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Put what requests have brought into their rows; returns the drafts of the whole round.
 
         round_: sent; its last drafting rows are the arrived rows with drafts. draft: drafts of the other rows.
         """
+        for one in arrived:
+            self.unpack(one.row, one.computed, one.arrival.tensors)
+        drafting = [one for one in arrived if one.num_drafts]
+        return self._with_drafts(round_, draft, drafting) if drafting else draft
+
+    @abstractmethod
+    def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """As `receive`, once their rows have all but the drafts; each of `arrived` has some."""
 
 
+@dataclass(frozen=True)
 class EagerTensors(RowTensors):
-    """`RowTensors` of rounds that run operator by operator."""
+    """`RowTensors` of rounds that run operator by operator.
 
-    def __init__(
-        self,
-        states: StateRunner | None,
-        loop: DraftLoop[Any, Any] | None,
-        vocab: DraftVocab | None,
-        draws: bool,
-        device: torch.device,
-    ) -> None:
-        """vocab: the head's; draws: whether drafts of sampled rows are drawn from its distribution."""
-        super().__init__(states, loop, device)
-        self._vocab, self._draws = vocab, draws
+    vocab: the head's; draws: whether drafts of sampled rows are drawn from its distribution.
+    """
+
+    vocab: DraftVocab | None
+    draws: bool
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
         found = {"drafts": draft.token_ids[place, :count].clone()}
@@ -122,48 +127,42 @@ class EagerTensors(RowTensors):
     def places(self, taken: np.ndarray, count: int) -> None:
         """See `RowTensors.places`."""
 
-    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        for one in arrived:
-            self.unpack(one.row, one.computed, one.arrival.tensors)
-        drafting = [one for one in arrived if one.num_drafts]
-        if not drafting or self._vocab is None:
+    def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        if self.vocab is None:
             return draft
-        drawn = self._draws and round_.sent is not None and round_.sent.verification.sampling is not None
-        return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
+        drawn = self.draws and round_.sent is not None and round_.sent.verification.sampling is not None
+        return joined(draft, arrived, round_.target.max_drafts, self.vocab, drawn)
 
 
+@dataclass(frozen=True)
 class GraphTensors(RowTensors):
-    """`RowTensors` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read."""
+    """`RowTensors` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read.
 
-    def __init__(self, states: StateRunner | None, buffers: DraftBuffers, device: torch.device) -> None:
-        super().__init__(states, buffers.loop, device)
-        self._static, self._drawn = buffers.loop, buffers.drawn
+    drawn: distributions of the drafts of sampled rows; None if none are drawn.
+    """
+
+    drawn: SampledDrafts | None
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
         found = {"drafts": draft.token_ids[place, :count].clone()}
-        return found | self._drawn.kept(place, count) if sampled and self._drawn is not None else found
+        return found | self.drawn.kept(place, count) if sampled and self.drawn is not None else found
 
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
         """See `RowTensors.places`: rows of the buffer of drafts that no row of the next round was drafted in."""
-        return np.setdiff1d(np.arange(len(self._static.drafts)), taken)[:count]
+        return np.setdiff1d(np.arange(len(self.loop.drafts)), taken)[:count]
 
-    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        for one in arrived:
-            self.unpack(one.row, one.computed, one.arrival.tensors)
-        drafting = [one for one in arrived if one.num_drafts]
-        if not drafting:
-            return draft
+    def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft:
         sources = round_.target.sources
         assert sources is not None
-        for place, one in zip(sources[-len(drafting) :].tolist(), drafting, strict=True):
-            tensors = {name: tensor.to(self._device) for name, tensor in one.arrival.tensors.items()}
-            self._static.drafts[place, : one.num_drafts] = tensors["drafts"][: one.num_drafts]
-            if self._drawn is not None and not one.params.greedy:
-                self._drawn.keep(place, tensors, one.num_drafts, one.params.temperature)
-        return Draft(self._static.drafts, None)
+        for place, one in zip(sources[-len(arrived) :].tolist(), arrived, strict=True):
+            tensors = {name: tensor.to(self.device) for name, tensor in one.arrival.tensors.items()}
+            self.loop.drafts[place, : one.num_drafts] = tensors["drafts"][: one.num_drafts]
+            if self.drawn is not None and not one.params.greedy:
+                self.drawn.keep(place, tensors, one.num_drafts, one.params.temperature)
+        return Draft(self.loop.drafts, None)
 
     def refuses(self, tensors: Tensors) -> str:
-        half = self._drawn is not None and self._drawn.in_half_precision
+        half = self.drawn is not None and self.drawn.in_half_precision
         if half and "draft_probs" in tensors:
             return (
                 "drafts drawn without CUDA graphs cannot be verified from graphs in half precision, which would round "
@@ -177,9 +176,9 @@ def row_tensors(engine: Engine) -> RowTensors:
     target, drafter, buffers = engine.target, engine.drafter, engine.executor.draft_buffers
     states, device = target.states, target.hf_model.device
     if buffers is not None:
-        return GraphTensors(states, buffers, device)
+        return GraphTensors(states, buffers.loop, device, buffers.drawn)
     loop, vocab = (None, None) if drafter is None else (drafter.loop, draft_vocab(drafter, target))
-    return EagerTensors(states, loop, vocab, engine.config.draws_drafts, device)
+    return EagerTensors(states, loop, device, vocab, engine.config.draws_drafts)
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:

@@ -26,9 +26,10 @@ from specdec.interrupts import interrupt_in, interrupts_as_they_are
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, check_each, submissions
-from specdec.values import real, short
+from specdec.values import choice, number, short
 
 OnFailure = Literal["raise", "prefill"]
+_SECONDS = number("a number of seconds above 0", lambda seconds: seconds > 0)
 
 
 class Transfers:
@@ -74,8 +75,8 @@ class Transfers:
             TransferError: it cannot be opened (on a rank that is named): none is open until the next call. Or requests
                 that moved away are still held.
         """
-        if isinstance(transport, str) and transport not in TRANSPORTS:
-            raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
+        if isinstance(transport, str):
+            choice("transport", transport, TRANSPORTS)
         ranks = self._model.ranks
         if ranks is not None and transport not in ("sockets", "nixl"):
             raise InvalidInputError(
@@ -99,7 +100,7 @@ class Transfers:
             CacheTooSmallError: the cache cannot hold all of them at once; hand over fewer at a time.
             InvalidInputError, RequestFailedError, RoundFailedError, …: see `generate`.
         """
-        lease_seconds = _seconds("lease_seconds", lease_seconds)
+        lease_seconds = _SECONDS("lease_seconds", lease_seconds)
         if lease_seconds == float("inf"):
             raise InvalidInputError("lease_seconds=inf: pages are held for a time that ends; give a number of seconds")
         self._shared.check_open()
@@ -146,17 +147,13 @@ class Transfers:
             OutOfPagesError: no pages became free. Others: see `generate`.
         """
         given = _listed(handoffs)
-        done: list[Completion] = []
         # If one handoff fails, the streams already begun are closed, which aborts their requests.
         with ExitStack() as stack:
-            begun = []
+            begun: list[Completion | Stream] = []
             for handoff in given:
-                own = None if handoff.completion is not None else self._resumed(handoff, timeout, on_failure)
-                begun.append(None if own is None else stack.enter_context(closing(own)))
-            for handoff, stream in zip(given, begun, strict=True):
-                ends = () if stream is None else (u.completion for u in stream if u.completion is not None)
-                done.append(next(iter(ends), None) or _ended(handoff))
-        return done
+                own = handoff.completion or self._resumed(handoff, timeout, on_failure)
+                begun.append(stack.enter_context(closing(own)) if isinstance(own, Stream) else own)
+            return [own.completions()[0] if isinstance(own, Stream) else own for own in begun]
 
     def stream_resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Iterator[StreamUpdate]:
         """As `resume` of one, but yield every round's new tokens and text; the first token with the first round.
@@ -172,51 +169,49 @@ class Transfers:
 
     def _resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Stream:
         """Queue a moved request."""
-        if on_failure not in ("raise", "prefill"):
-            raise InvalidInputError(f"on_failure={short(on_failure)}: allowed are raise, prefill")
-        timeout = _seconds("timeout", timeout)
+        choice("on_failure", on_failure, ("raise", "prefill"))
+        timeout = _SECONDS("timeout", timeout)
         self._shared.check_open()
         self._model._live.check()
         moved, link = handoff.moved, self._opened()
         if moved is None:
             raise HandoffMismatchError("a handoff without a request")
         link.check(handoff)
-        number = self._reserved(moved, time.monotonic() + timeout)
+        place = self._reserved(moved, time.monotonic() + timeout)
         try:
-            link.fetch(handoff, number, timeout)
+            link.fetch(handoff, place, timeout)
         except TransferError as error:
             if on_failure == "raise" or interrupt_in(error) is not None:
                 raise
-            return Stream(self._shared, None, self._shared.submit([Resumption(moved)]))
+            return Stream(self._shared, None, self._shared.submit([Resumption(handoff, None)]))
         try:
-            return Stream(self._shared, None, self._shared.submit([Resumption(moved, (number, handoff.tensors))]))
+            return Stream(self._shared, None, self._shared.submit([Resumption(handoff, place)]))
         except BaseException:  # an interrupt, too: reserved pages have no lease that ends
-            self._dropped(number)
+            self._dropped(place)
             raise
 
     def _reserved(self, moved: MovedRequest, deadline: float) -> int:
         """Pages for a request, once enough are free and may be filled; rounds go on meanwhile."""
-        number = None
+        found: int | OutOfPagesError | None = None
         try:
             while True:
                 with self._shared.between_rounds():
-                    try:
-                        number = self._guests.reserve(moved) if number is None else number
-                        if self._guests.may_fill(number):
-                            return number
-                    except OutOfPagesError:
-                        if time.monotonic() >= deadline:
-                            raise
+                    if not isinstance(found, int):
+                        found = self._guests.reserve(moved)
+                    if isinstance(found, int) and self._guests.may_fill(found):
+                        return found
+                if isinstance(found, OutOfPagesError) and time.monotonic() >= deadline:
+                    raise found
                 self._shared.help()
         except BaseException:
-            self._dropped(number)
+            if isinstance(found, int):
+                self._dropped(found)
             raise
 
-    def _dropped(self, number: int | None) -> None:
+    def _dropped(self, number: int) -> None:
         """Give up reserved pages that nothing writes to."""
-        if number is not None:
-            with self._shared.between_rounds():
-                self._guests.drop(number, lambda: True)
+        with self._shared.between_rounds():
+            self._guests.drop(number, lambda: True)
 
     def _check_held_at_once(self, lens: list[int]) -> None:
         size, num_pages = self._model.config.page_size, self._model.config.num_pages
@@ -298,17 +293,3 @@ def _listed(handoffs: Handoff | Sequence[Handoff]) -> list[Handoff]:
                 "Handoff.from_bytes"
             )
     return given
-
-
-def _seconds(name: str, value: Any) -> float:
-    """A number of seconds. Raises InvalidInputError: no number above 0."""
-    allowed = "a number of seconds above 0"
-    seconds = real(name, value, allowed)
-    if not seconds > 0:
-        raise InvalidInputError(f"{name}={short(value)}: allowed is {allowed}")
-    return seconds
-
-
-def _ended(handoff: Handoff) -> Completion:
-    assert handoff.completion is not None
-    return handoff.completion

@@ -11,6 +11,7 @@ import torch
 from drafters.base import Head, OtherReading
 from drafters.checkpoints.config_fields import Reported
 from drafters.families import FAMILIES
+from drafters.unroll import Gain
 from specdec.errors import InvalidInputError
 from specdec.extensions.head_check.measurement import (
     MAX_NEW_TOKENS,
@@ -31,8 +32,6 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 
 LOW = 0.25
 """Least share of first drafts that a right pair has accepted; EAGLE-3 heads have 0.55 to 0.75 on chats."""
-_MARGIN, _SIGMAS = 0.1, 4.0
-"""Another reading must win so many drafts per chain, and so many standard errors."""
 _LONGEST = 1024
 """Most tokens of a prompt with its answer: the drafts from all its positions take memory that grows with the square."""
 
@@ -56,7 +55,7 @@ class Tried:
     @property
     def is_better(self) -> bool:
         """Better beyond doubt."""
-        return self.gain >= max(_MARGIN, _SIGMAS * self.error)
+        return Gain(self.gain, self.error).is_clear
 
     def as_json(self) -> dict[str, Any]:
         """Numbers as they are."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from drafters.base import Head
-from drafters.unroll import unroll
+from drafters.unroll import Gain, unroll
 from specdec.acceptance.accept import accept_greedy
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, RoundRecord, pool
@@ -96,10 +96,9 @@ class Chains:
         pairs = zip(self.drafted.tolist(), self.accepted.tolist(), strict=True)
         return pool(RoundRecord(drafted, accepted, accepted + 1) for drafted, accepted in pairs)
 
-    def gain_over(self, other: Chains) -> tuple[float, float]:
-        """Mean of the further drafts accepted per chain, and its standard error."""
-        more = (self.accepted - other.accepted).double()
-        return float(more.mean()), float(more.std(correction=1)) / max(len(more), 1) ** 0.5
+    def gain_over(self, other: Chains) -> Gain:
+        """Further drafts accepted per chain."""
+        return Gain.of(self.accepted - other.accepted)
 
 
 def runs_in_chains(head: Head) -> bool:
@@ -143,14 +142,12 @@ def _draft_ids(
     return rows, torch.stack([head.logits(x[rows]).argmax(-1) for x in outputs], dim=1)
 
 
-_RIGHT, _MARGIN, _SIGMAS, _LEAST_IDS = 0.25, 0.1, 4.0, 8
-"""A learnt map must hit this share of first drafts, so much more than d2t does, by so many standard errors, and for a
-head that says this many different draft ids (one that says a single id hits that of the commonest token)."""
+_RIGHT, _LEAST_IDS = 0.25, 8
+"""A learnt map must hit this share of first drafts, clearly more than d2t does, and for a head that says this many
+different draft ids (one that says a single id hits that of the commonest token)."""
 
 
-Examples = tuple[tuple[int, int, int, int, int], ...]
-"""(draft id, token by d2t, token that it comes with, how often, of how many), the commonest first."""
-Pairs = Iterable[tuple[int, int]]
+Pairs = Sequence[tuple[int, int]]
 """(draft id, the target's own token)."""
 
 
@@ -158,33 +155,28 @@ Pairs = Iterable[tuple[int, int]]
 class MapCheck:
     """The map of the file against one learnt from the answers, on first drafts that it was not learnt from.
 
-    mapped, learnt: share of first drafts that are the target's own token; error: standard error of their difference.
-    num_ids: different draft ids that the head emits. examples: of ids that come with another token.
+    mapped, learnt: share of first drafts that are the target's own token; gain: their difference.
+    num_ids: different draft ids that the head emits. examples: of ids that come with another token, in words.
     """
 
     mapped: float
     learnt: float
-    error: float
+    gain: Gain
     num_ids: int
-    examples: Examples
+    examples: tuple[str, ...]
 
     @property
     def is_wrong(self) -> bool:
         """Whether the map is wrong beyond doubt."""
-        gain = self.learnt - self.mapped
-        return self.num_ids >= _LEAST_IDS and self.learnt >= _RIGHT and gain >= max(_MARGIN, _SIGMAS * self.error)
+        return self.num_ids >= _LEAST_IDS and self.learnt >= _RIGHT and self.gain.is_clear
 
     @property
     def cause(self) -> str:
         """The message about a wrong map."""
-        shown = "; ".join(
-            f"draft id {draft} is token {mapped} by d2t, and comes with token {token} in {hits} of {count} places"
-            for draft, mapped, token, hits, count in self.examples
-        )
         return (
             f"the vocabulary map (d2t) does not belong to the head's lm_head: {self.mapped:.0%} of first drafts are "
-            f"the target's token by d2t, {self.learnt:.0%} by a map learnt from other answers ({shown}). Take d2t and "
-            "t2d from the same export as the weights"
+            f"the target's token by d2t, {self.learnt:.0%} by a map learnt from other answers "
+            f"({'; '.join(self.examples)}). Take d2t and t2d from the same export as the weights"
         )
 
 
@@ -197,20 +189,18 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[
     """
     said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
     halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]
-    ids = sorted({draft for half in halves for draft, _ in half})
-    tokens = dict(
-        zip(ids, head.to_target_ids(torch.tensor(ids, device=passages[0].token_ids.device)).tolist(), strict=True)
-    )
+    pairs = [*halves[0], *halves[1]]
+    ids = sorted({draft for draft, _ in pairs})
+    mapped = head.to_target_ids(torch.tensor(ids, device=passages[0].token_ids.device)).tolist()
+    tokens = dict(zip(ids, mapped, strict=True))
     hits = [
-        (float(tokens[draft] == token), float(learnt.get(draft) == token))
-        for learnt, tried in ((_learnt(halves[0]), halves[1]), (_learnt(halves[1]), halves[0]))
+        (tokens[draft] == token, draft in learnt and learnt[draft].most_common(1)[0][0] == token)
+        for learnt, tried in ((_counted(halves[0]), halves[1]), (_counted(halves[1]), halves[0]))
         for draft, token in tried
     ]
     table = torch.tensor(hits, dtype=torch.float64).reshape(-1, 2)
-    gain = table[:, 1] - table[:, 0]
-    error = float(gain.std(correction=1)) / max(len(gain), 1) ** 0.5 if len(gain) > 1 else float("inf")
-    mapped, learnt = (float(share) for share in table.mean(0)) if len(table) else (0.0, 0.0)
-    return MapCheck(mapped, learnt, error, len(ids), _examples([*halves[0], *halves[1]], tokens))
+    by_map, by_learning = table.mean(0).nan_to_num().tolist()
+    return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
 
 
 def _first_drafts(head: Head, passage: Passage, states: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
@@ -220,19 +210,19 @@ def _first_drafts(head: Head, passage: Passage, states: Mapping[int, torch.Tenso
 
 
 def _counted(pairs: Pairs) -> dict[int, Counter[int]]:
+    """The tokens that each draft id comes with."""
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for draft, token in pairs:
         counts[draft][token] += 1
     return counts
 
 
-def _learnt(pairs: Pairs) -> dict[int, int]:
-    """The token that each draft id comes with most."""
-    return {draft: seen.most_common(1)[0][0] for draft, seen in _counted(pairs).items()}
-
-
-def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> Examples:
+def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> tuple[str, ...]:
     """The commonest draft ids that come with another token than the map's."""
-    counts = sorted(_counted(pairs).items(), key=lambda item: -item[1].total())
-    found = [(draft, tokens[draft], *seen.most_common(1)[0], seen.total()) for draft, seen in counts]
-    return tuple(row for row in found if row[1] != row[2])[:3]
+    found = []
+    for draft, seen in sorted(_counted(pairs).items(), key=lambda item: -item[1].total()):
+        ((token, hits),) = seen.most_common(1)
+        if token != tokens[draft]:
+            place = f"comes with token {token} in {hits} of {seen.total()} places"
+            found.append(f"draft id {draft} is token {tokens[draft]} by d2t, and {place}")
+    return tuple(found[:3])

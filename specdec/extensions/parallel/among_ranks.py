@@ -10,8 +10,9 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +20,16 @@ import torch
 
 from attention.errors import OutOfPagesError
 from attention.transport.region_tables import EngineTable, RankTable
-from attention.transport.transports import Read, ReadPlan, Transport, synchronize
+from attention.transport.transports import Read, ReadPlan, Transport
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
 from specdec.extensions.handoff.held import Due
 from specdec.extensions.handoff.link import TRANSPORTS, Link, RankEnd, fingerprint, options_of_rank
 from specdec.extensions.handoff.moved import Handoff, Leaving, MovedRequest, Pages
 from specdec.extensions.handoff.moving import MovingRequests, moving_requests
 from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine
-from specdec.extensions.parallel.messages import CallMoving, CloseTransfer, Fetch, Fetched, Opened, OpenTransfer, Resume
+from specdec.extensions.parallel.messages import Key, Reply
 from specdec.extensions.parallel.ranks import Ranks
-from specdec.extensions.parallel.workers import Link as Channel
+from specdec.extensions.parallel.workers import WorkersChannel as Channel
 from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0
@@ -44,12 +45,11 @@ NOBODY = EngineTable("", "", {}, ())
 
 
 class LeadingRequests(MovingRequests):
-    """`MovingRequests` of rank 0: every change is also sent to the other ranks."""
+    """`MovingRequests` of rank 0: every change is also sent to the other ranks. Calls raise RanksLostError."""
 
     def __init__(self, engine: LeadingEngine) -> None:
         super().__init__(engine)
         self._leading = engine
-        self._channel: Channel = engine.ranks.channel  # type: ignore[assignment]
         self.held.confirm = partial(confirm, engine.ranks)
 
     def begin_round(self) -> None:
@@ -57,43 +57,33 @@ class LeadingRequests(MovingRequests):
         self.held.begin_round()
 
     def settle(self) -> None:
-        """See `Guests.settle`. Raises RanksLostError: a rank is lost."""
         if self.held.active and (due := self.held.due()):
             self._settle_on_all(due)
 
     def submit_leaving(self, request: Leaving) -> int:
-        """See `MovingRequests.submit_leaving`. Raises RanksLostError: a rank is lost."""
         self.check_leaving(request)
         with self._leading.all_ranks():
-            told = replace(request, params=request.params.for_other_ranks)
-            self._channel.send(CallMoving("submit_leaving", (told,)))
+            self._leading.tell("guests", "submit_leaving", replace(request, params=request.params.for_other_ranks))
             return super().submit_leaving(request)
 
-    def reserve(self, moved: MovedRequest) -> int:
-        """See `MovingRequests.reserve`; if pages are missing, no message is sent to the other ranks.
-
-        Raises:
-            OutOfPagesError: too few pages are free. RanksLostError: a rank is lost.
-        """
+    def reserve(self, moved: MovedRequest) -> int | OutOfPagesError:
+        """See `MovingRequests.reserve`; if pages are missing, no message is sent to the other ranks."""
         self.check_moved(moved)
-        missing: OutOfPagesError | None = None
         with self._leading.all_ranks():
-            try:
-                number = super().reserve(moved)
-                self._channel.send(CallMoving("reserve", (moved,)))
-            except OutOfPagesError as error:
-                missing = error
-        if missing is not None:
-            raise missing
-        return number
+            found = super().reserve(moved)
+            if isinstance(found, int):
+                self._leading.tell("guests", "reserve", moved)
+        return found
 
-    def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
-        """See `MovingRequests.resume`. Its tensors are sent to the other ranks as bytes."""
+    def resume(self, handoff: Handoff, number: int | None) -> int:
+        """See `MovingRequests.resume`. Other ranks get the request and its tensors alone."""
+        moved = handoff.moved
+        assert moved is not None
         self.check_moved(moved)
-        number, tensors = (None, {}) if arrival is None else arrival
+        own = replace(moved, params=moved.params.for_other_ranks)
         with self._leading.all_ranks():
-            self._channel.send(Resume(Handoff(NOBODY, "", 0.0, moved, {}, tensors).to_bytes(), number))
-            return super().resume(moved, arrival)
+            self._leading.tell("guests", "resume", replace(handoff, source=NOBODY, moved=own, blocks={}), number)
+            return super().resume(handoff, number)
 
     def release(self, leases: Sequence[str]) -> None:
         """See `MovingRequests.release`. Once a rank is lost, pages are freed on this rank alone."""
@@ -102,22 +92,23 @@ class LeadingRequests(MovingRequests):
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
         """See `MovingRequests.drop`. Rank 0 decides when late reads are over, on whichever rank they are."""
         now = settled()
-        if self._channel.workers.is_lost:
-            super().drop(number, settled)
-            return
-        with self._leading.all_ranks():
-            self._channel.send(CallMoving("drop_told", (number, now)))
+        with self._unless_lost("drop_told", number, now):
             super().drop(number, lambda: now)
             self.held.watch(number, settled)
 
     def _settle_on_all(self, due: Due) -> None:
-        pools = self._leading.scheduler.pools()
-        if self._channel.workers.is_lost:
-            self.held.settle(pools, due)
+        with self._unless_lost("settle_told", due):
+            self.held.settle(due)
+
+    @contextmanager
+    def _unless_lost(self, method: str, *arguments: Any) -> Iterator[None]:
+        """A block that follows a call of the other ranks; once a rank is lost it runs on this rank alone."""
+        if self._leading.ranks.channel.is_lost:
+            yield
             return
         with self._leading.all_ranks():
-            self._channel.send(CallMoving("settle_told", (due,)))
-            self.held.settle(pools, due)
+            self._leading.tell("guests", method, *arguments)
+            yield
 
 
 class FollowingRequests(MovingRequests):
@@ -125,22 +116,10 @@ class FollowingRequests(MovingRequests):
 
     def __init__(self, engine: FollowingEngine) -> None:
         super().__init__(engine)
-        self._following = engine
         self.held.confirm = partial(confirm, engine.ranks)
-        engine.also_follows = self.follow
 
     def settle(self) -> None:
         """See `Guests.settle`: rank 0 decides what is due."""
-
-    def follow(self, message: Any) -> bool:
-        """Do what rank 0 did, by its message. False where the message is about something else."""
-        if isinstance(message, CallMoving):
-            getattr(self, message.method)(*message.arguments)
-        elif isinstance(message, Resume):
-            self._resume(message)
-        else:
-            return False
-        return True
 
     def drop_told(self, number: int, settled: bool) -> None:
         """`drop`. settled: whether the pages are free at once; else a later message of rank 0 frees them."""
@@ -148,15 +127,8 @@ class FollowingRequests(MovingRequests):
 
     def settle_told(self, due: Due) -> None:
         """Free the pages of leases and late reads."""
-        self.held.settle(self._following.scheduler.pools(), due)
+        self.held.settle(due)
         self.held.finished()  # empties the list: peers report to all ranks, but only rank 0 acts on the reports
-
-    def _resume(self, message: Resume) -> None:
-        handoff = Handoff.from_bytes(message.data)
-        moved = handoff.moved
-        assert moved is not None
-        arrival = None if message.number is None else (message.number, handoff.tensors)
-        self.resume(replace(moved, params=moved.params.for_other_ranks), arrival)
 
 
 def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
@@ -165,8 +137,8 @@ def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
     Raises:
         RanksLostError: a rank is lost, or has granted other pages.
     """
-    # The empty tensor only names the device to wait for.
-    synchronize([torch.empty(0, device=ranks.device)])
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
     # The least of x and of -x are equal up to sign only if all ranks have the same x: one exchange compares all.
     digest = zlib.crc32(repr(sorted(granted.items())).encode())
     least, most = ranks.collectives.least([digest, -digest])
@@ -199,20 +171,21 @@ def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], eng
         TransferError: a rank cannot open it; the message names the rank. RanksLostError: a rank is lost.
     """
     channel: Channel = model.ranks.channel
-    secret, round_ = secrets.token_bytes(32), secrets.randbits(62)
+    secret = secrets.token_bytes(32)
+    key: Key = ("opened", channel.number, secrets.randbits(62))
     model.engine.guests.held.secret = secret
-    model.engine.tell(OpenTransfer(transport, options, engine, secret, round_))
-    key = ("Opened", channel.number, round_)
+    with model.engine.all_ranks():
+        model.engine.tell("transfers", "open", key, transport, options, engine, secret)
     answers = channel.workers.wait_answers(key, time.monotonic() + _OPENING)
     channel.workers.forget_answers(key)
     tables: list[RankTable] = []
     for rank in range(1, model.ranks.size):
-        answer = answers.get(rank)
-        if not isinstance(answer, Opened) or answer.error:
-            model.engine.tell(CloseTransfer())
-            reason = answer.error if isinstance(answer, Opened) else f"no answer in {_OPENING:.0f} s"
-            raise TransferError(f"rank {rank} of this model cannot open the transport {transport!r}: {reason}")
-        tables += EngineTable.from_json(answer.table).ranks
+        answer = answers.get(rank) or Reply(key, error=f"no answer in {_OPENING:.0f} s")
+        if answer.error:
+            with model.engine.all_ranks():
+                model.engine.tell("transfers", "close")
+            raise TransferError(f"rank {rank} of this model cannot open the transport {transport!r}: {answer.error}")
+        tables.append(answer.table)
     return tuple(tables)
 
 
@@ -223,13 +196,13 @@ class RanksRead:
         """Start the read on the other ranks. start: starts this rank's read, when `wait` is called."""
         self._channel: Channel = model.ranks.channel
         self._size: int = model.ranks.size
-        self._key = ("Fetched", self._channel.number, number)
+        self._key: Key = ("fetched", self._channel.number, number)
         self._done = False
         self._start = start
         self._own: Read | None = None
-        told = Handoff(handoff.source, handoff.lease, handoff.expires, None, handoff.blocks, {})
-        with model._shared.between_rounds():
-            model.engine.tell(Fetch(number, deadline, told.to_bytes()))
+        told = replace(handoff, moved=None, tensors={})
+        with model._shared.between_rounds(), model.engine.all_ranks():
+            model.engine.tell("transfers", "fetch", self._key, deadline, told)
 
     def wait(self, deadline: float) -> None:
         """See `Read.wait`.
@@ -242,7 +215,7 @@ class RanksRead:
         answers = self._channel.workers.wait_answers(self._key, deadline + _WORDS)
         for rank in range(1, self._size):
             answer = answers.get(rank)
-            if not isinstance(answer, Fetched):
+            if answer is None:
                 raise TransferTimeoutError(f"rank {rank} of this model did not say before the deadline what it read")
             if answer.error:
                 kind = TransferTimeoutError if answer.late else TransferError
@@ -261,73 +234,76 @@ class RanksRead:
         if self._channel.workers.is_lost:
             return True
         answers = self._channel.workers.answers(self._key)
-        over = [isinstance(answer, Fetched) and answer.settled for answer in answers.values()]
-        self._done = len(over) == self._size - 1 and all(over)
+        self._done = len(answers) == self._size - 1 and all(answer.settled for answer in answers.values())
         if self._done:
             self._channel.workers.forget_answers(self._key)
         return self._done
 
 
+@dataclass
 class FollowedTransfers:
-    """The transfers of one model on a rank other than 0."""
+    """The transfers of one model on a rank other than 0.
 
-    def __init__(self, model: Any, number: int, say: Callable[[Any], None], fail: Callable[[BaseException], None]):
-        """number: the model's. say: sends a message to rank 0. fail: ends the process with an error."""
-        self._model, self._number = model, number
-        self._say, self._fail = say, fail
-        self._end: RankEnd | None = None
+    Attributes:
+        say: sends a message to rank 0. fail: ends the process with an error. end: this rank's of an open transport.
+    """
 
-    def follow(self, message: OpenTransfer | CloseTransfer | Fetch) -> None:
-        """Do what rank 0 did, by its message."""
-        if isinstance(message, Fetch):
-            # Read now: rank 0 may drop the reservation before the thread has started.
-            pages = self._model.engine.guests.held.pages_of(message.number)
-            threading.Thread(target=self._fetch, args=(message, pages), name="specdec fetch", daemon=True).start()
-            return
+    model: Any
+    say: Callable[[Reply], None]
+    fail: Callable[[BaseException], None]
+    end: RankEnd | None = None
+
+    def open(self, key: Key, transport: str, options: dict[str, Any], engine: str, secret: bytes) -> None:
+        """Let others read this rank's pages, under the engine's name and secret; the answer has this rank's table."""
         self.close()
-        if isinstance(message, OpenTransfer):
-            self._open(message)
+        try:
+            own = options_of_rank(options, self.model.ranks.rank)
+            held = moving_requests(self.model.engine, FollowingRequests).held
+            self.end = RankEnd(self.model, held, TRANSPORTS[transport](**own), engine)
+        except SpecdecError as error:
+            self.say(Reply(key, error=f"{type(error).__name__}: {error}"))
+            return
+        held.secret = secret
+        self.say(Reply(key, self.end.table))
 
     def close(self) -> None:
         """Idempotent."""
-        end, self._end = self._end, None
+        end, self.end = self.end, None
         if end is not None:
             end.transport.close()
 
-    def _open(self, message: OpenTransfer) -> None:
-        try:
-            own = options_of_rank(message.options, self._model.ranks.rank)
-            held = moving_requests(self._model.engine, FollowingRequests).held
-            self._end = RankEnd(self._model, held, TRANSPORTS[message.transport](**own), message.engine)
-        except SpecdecError as error:
-            self._say(Opened(self._number, message.round, "", f"{type(error).__name__}: {error}"))
-            return
-        held.secret = message.secret
-        table = EngineTable(message.engine, message.transport, {}, (self._end.table,)).to_json()
-        self._say(Opened(self._number, message.round, table))
+    def fetch(self, key: Key, deadline: float, handoff: Handoff) -> None:
+        """Fill reserved pages, concurrently with rounds; the answer says when that is done.
 
-    def _fetch(self, message: Fetch, pages: Pages) -> None:
+        deadline: `time.monotonic` seconds, which ranks of one machine share. handoff: source, lease and blocks.
+        """
+        # Read now: rank 0 may drop the reservation before the thread has started.
+        pages = self.model.engine.guests.held.pages_of(key[2])
+        own = (key, deadline, handoff, pages)
+        threading.Thread(target=self._fetch, args=own, name="specdec fetch", daemon=True).start()
+
+    def _fetch(self, key: Key, deadline: float, handoff: Handoff, pages: Pages) -> None:
         """Runs on a separate thread, concurrently with rounds."""
         try:
-            self._read(message, pages)
+            self._read(key, deadline, handoff, pages)
         except BaseException as error:  # else the thread would end silently, and rank 0 wait for its answer
-            self._fail(error)
+            self.fail(error)
 
-    def _read(self, message: Fetch, pages: Pages) -> None:
-        key, read, end = (self._number, message.number), None, self._end
+    def _read(self, key: Key, deadline: float, handoff: Handoff, pages: Pages) -> None:
+        read, end = None, self.end
         try:
             if end is None:
                 raise TransferError("the transport is closed")
-            handoff = Handoff.from_bytes(message.data)
             read = end.read(end.read_plan(handoff, pages))
-            read.wait(message.deadline)
+            read.wait(deadline)
         except SpecdecError as error:
-            late, settled = isinstance(error, TransferTimeoutError), read is None or read.settled
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-            self._say(Fetched(*key, text, late, settled))
+            settled = read is None or read.settled
+            answer = Reply(key, error=text, late=isinstance(error, TransferTimeoutError), settled=settled)
+            self.say(answer)
             while read is not None and not settled:
                 time.sleep(_PAUSE)
                 if settled := read.settled:
-                    self._say(Fetched(*key, text, late, True))
+                    self.say(replace(answer, settled=True))
             return
-        self._say(Fetched(*key))
+        self.say(Reply(key))

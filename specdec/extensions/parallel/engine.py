@@ -9,17 +9,17 @@ end the process.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.extensions.parallel.collectives import RankGoneError
-from specdec.extensions.parallel.messages import Call
+from specdec.extensions.parallel.messages import CallMethod
 from specdec.extensions.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
@@ -44,27 +44,28 @@ class LeadingEngine(Engine):
         """See `Engine.submit`. Refused requests are not broadcast to other ranks. Raises RanksLostError."""
         self.admission.check(token_ids, params)
         with self.all_ranks():
-            self._tell("submit", list(token_ids), params.for_other_ranks, sample_index, eos_token_ids)
+            own = (list(token_ids), params.for_other_ranks, sample_index, eos_token_ids)
+            self.tell("engine", "submit", *own)
             return super().submit(token_ids, params, sample_index, eos_token_ids)
 
     def arrange(self, request_ids: Sequence[int]) -> None:
         """See `Engine.arrange`. Raises RanksLostError when a rank is lost."""
         with self.all_ranks():
-            self._tell("arrange", list(request_ids))
+            self.tell("engine", "arrange", list(request_ids))
             super().arrange(request_ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """See `Engine.abort`. With a lost rank the requests are forgotten here."""
         with self.all_ranks():
             try:
-                self._tell("abort", list(request_ids))
+                self.tell("engine", "abort", list(request_ids))
             except RanksLostError:
                 self._forget_all()
             super().abort(request_ids)
 
     def forget_prefixes(self) -> None:
         with self.all_ranks():
-            self._tell("forget_prefixes")
+            self.tell("engine", "forget_prefixes")
             super().forget_prefixes()
 
     def step(self) -> list[Update]:
@@ -72,26 +73,26 @@ class LeadingEngine(Engine):
         with self.all_ranks():
             if self.guests is not None:
                 self.guests.settle()
-            self._tell("step")
+            self.tell("engine", "step")
             updates = super().step()
             ended = [update.request_id for update in updates if update.last and _by_text(update)]
             if ended and not self._link.workers.is_lost:
-                self._tell("abort", ended)
+                self.tell("engine", "abort", ended)
         return updates
 
-    def tell(self, message: Any) -> None:
-        """Send a message to the other ranks between two rounds. Raises RanksLostError when one is lost."""
-        with self.all_ranks():
-            self._link.send(message)
+    def tell(self, of: Literal["engine", "guests", "transfers"], method: str, *arguments: Any) -> None:
+        """Let the other ranks call a method, see `CallMethod`; inside of `all_ranks`.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+        self._link.send(CallMethod(of, method, arguments))
 
     def run(self, function: str, *arguments: Any) -> Any:
         """Call a function ("module:name") on each rank with its engine, between two rounds; returns the result here."""
         with self.all_ranks():
-            self._tell("run", function, *arguments)
+            self.tell("engine", "run", function, *arguments)
             return named_function(function)(self, *arguments)
-
-    def _tell(self, method: str, *arguments: Any) -> None:
-        self._link.send(Call(method, arguments))
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
@@ -174,32 +175,16 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 
 
 class FollowingEngine(Engine):
-    """The engine of another rank: it does what rank 0 does, and has no texts. Any error ends its process.
-
-    Attributes:
-        also_follows: handles the messages of a feature; False for an unknown one.
-    """
+    """The engine of another rank: it does what rank 0 does, and has no texts. Any error ends its process."""
 
     def __init__(self, ranks: Ranks, *parts: Any) -> None:
         """parts: see `Engine`."""
         self.ranks = ranks
-        self.also_follows: Callable[[Any], bool] = lambda message: False
         super().__init__(*parts)
 
     def run(self, function: str, *arguments: Any) -> None:
         """Call a function, see `LeadingEngine.run`."""
         named_function(function)(self, *arguments)
-
-    def follow(self, message: Any) -> None:
-        """Do what rank 0 does.
-
-        Raises:
-            RanksLostError: an unexpected message: the ranks are at different places.
-        """
-        if isinstance(message, Call):
-            getattr(self, message.method)(*message.arguments)
-        elif not self.also_follows(message):
-            raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
 
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
         raise error

@@ -18,19 +18,18 @@ from transformers.utils import is_accelerate_available
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError, UnsupportedModelError
 from specdec.extensions.parallel import messages
 from specdec.extensions.parallel.collectives import Collectives, HelperThread
-from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.extensions.parallel.plan import plan_for
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
-from specdec.extensions.parallel.workers import Link, Workers, are_open, is_fork, open_workers, starting
+from specdec.extensions.parallel.workers import Workers, WorkersChannel, are_open, is_fork, open_workers, starting
 from specdec.loading.adapters import with_adapter
-from specdec.loading.auto_classes import auto_class
-from specdec.loading.checkpoint import Checkpoint, check_quantisation, check_target_folder, find_checkpoint
-from specdec.loading.draft_vocabulary import read_draft_vocab
+from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
+from specdec.loading.heads import read_draft_vocab
 from specdec.loading.load_errors import loading_named
-from specdec.loading.pairs import pair_of
+from specdec.loading.names import pair_of
 from specdec.loading.progress import log
-from specdec.loading.quantisation import stored_quantisation
+from specdec.loading.quantisation import check_quantisation, stored_quantisation
+from specdec.loading.targets import auto_class
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
 from specdec.requests.prompts import encode_prompts
@@ -63,12 +62,13 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
         _everywhere(target), None if draft is None else _everywhere(draft), replace(options, tokenizer=None), text_ids
     )
     link = start_ranks(options.tensor_parallel_size, device)
-    ranks = Ranks(0, options.tensor_parallel_size, device, link.workers.collectives, link, LeadingEngine, _moving)
+    assert link.workers.collectives is not None
+    ranks = Ranks(0, options.tensor_parallel_size, device, link.workers.collectives, link)
     try:
         with link.workers.lock, link.workers.loading(), ranks.together():
             link.send(message)
             model = load(target, draft, replace(options, tokenizer=tokenizer, device=device), ranks)
-            link.workers.wait_loaded(link.number)
+            link.workers.wait_answers(("loaded", link.number, 0))
     except BaseException as error:
         found = _settled(link.workers, error)
         link.close()
@@ -76,12 +76,6 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
             raise
         raise found from error
     return model
-
-
-def _moving() -> tuple[Any, Any]:
-    from specdec.extensions.parallel.among_ranks import LeadingRequests, RanksLink
-
-    return LeadingRequests, RanksLink
 
 
 def check_shares(checkpoint: Checkpoint, size: int) -> None:
@@ -95,12 +89,12 @@ def check_shares(checkpoint: Checkpoint, size: int) -> None:
     checkpoint = with_adapter(checkpoint, None, "auto")
     if checkpoint.adapter is not None:
         raise InvalidInputError(_no_adapter(size, f"the target is the adapter {checkpoint.adapter}, which"))
-    check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
+        check_target_folder(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
-        method = check_quantisation(stored_quantisation(config), f"cannot load the target model {checkpoint.name!r}")
+        method = check_quantisation(stored_quantisation(config))
         check_not_quantised("quanto" if checkpoint.is_quanto else method, size)
-        plan_for(config, auto_class(config, checkpoint.name), size)
+        plan_for(config, auto_class(config), size)
 
 
 def _text_ids(tokenizer: Any) -> list[int]:
@@ -115,7 +109,7 @@ def _everywhere(name: str | Path) -> str:
     return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
 
-def start_ranks(size: int, device: torch.device) -> Link:
+def start_ranks(size: int, device: torch.device) -> WorkersChannel:
     """A link to the other ranks, which are started unless they run.
 
     Raises:
@@ -130,15 +124,14 @@ def start_ranks(size: int, device: torch.device) -> Link:
         return link
 
 
-def _meet(workers: Workers, link: Link, device: torch.device) -> None:
+def _meet(workers: Workers, link: WorkersChannel, device: torch.device) -> None:
     """Wait until the other ranks run, and form a group with them. An error ends them."""
     size = workers.size
     try:
-        workers.wait_started()
+        workers.wait_answers(messages.STARTED)
         meeting = f"{workers.folder}/meeting"
-        for rank in range(1, size):
-            workers.send((0, messages.Join(rank, size, device.type, meeting)), rank)
-        workers.met(_joined(workers, size, device, meeting))
+        workers.send((0, messages.Join(size, device.type, meeting)))
+        workers.collectives = _joined(workers, size, device, meeting)
     except BaseException as error:
         found = workers.found_loss() if isinstance(error, Exception) else None
         link.close()
@@ -243,29 +236,22 @@ def _check_packages(given: str) -> None:
 def _first_device(device: Any, size: int) -> torch.device:
     """cpu, or cuda:0. Raises InvalidInputError for any other, and for fewer GPUs than ranks."""
     given = f"tensor_parallel_size={size}"
-    place = None if device is None else torch.device("cuda", device) if isinstance(device, int) else None
-    if place is None and device is not None:
-        try:
-            place = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InvalidInputError(f"device={short(device)} is not a torch device") from error
     has_cuda = torch.cuda.is_available()
-    if place is None:
-        place = torch.device("cuda" if has_cuda else "cpu")
-    if place.index is not None or place.type not in ("cpu", "cuda"):
+    kind = str(device or ("cuda" if has_cuda else "cpu"))
+    if kind not in ("cpu", "cuda"):
         raise InvalidInputError(
             f"{given}, device={short(device)}: rank r runs on cuda:r; leave device out, and choose GPUs by "
             "CUDA_VISIBLE_DEVICES"
         )
-    if place.type == "cpu":
+    if kind == "cpu":
         if has_cuda:
             raise InvalidInputError(
                 f"{given}, device='cpu': transformers puts shares on this machine's GPUs; hide them with "
                 "CUDA_VISIBLE_DEVICES=''"
             )
-        return place
-    if not has_cuda or torch.cuda.device_count() < size:
-        count = torch.cuda.device_count() if has_cuda else 0
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if has_cuda else 0
+    if count < size:
         raise InvalidInputError(f"{given}: one GPU for each rank is needed, and torch sees {count}")
     return torch.device("cuda", 0)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class Join:
     """Join the group, by a file that all ranks know. device: "cpu" or "cuda"."""
 
-    rank: int
     size: int
     device: str
     rendezvous: str
@@ -35,9 +34,13 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Call a method of the engine with these arguments, as rank 0 calls its own."""
+class CallMethod:
+    """Call a method of one of the model's objects with these arguments.
 
+    of: its engine, the engine's moving requests (`FollowingRequests`), or its `FollowedTransfers`.
+    """
+
+    of: Literal["engine", "guests", "transfers"]
     method: str
     arguments: tuple[Any, ...] = ()
 
@@ -50,101 +53,26 @@ class Launching:
 
 
 @dataclass(frozen=True)
-class CallMoving:
-    """Call a method of `FollowingRequests` with these arguments."""
-
-    method: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Call `MovingRequests.resume`. data: a `Handoff` of request and tensors, as bytes. number: the reservation's."""
-
-    data: bytes
-    number: int | None
-
-
-@dataclass(frozen=True)
-class OpenTransfer:
-    """Let others read this rank's pages by `open_transfer`, under the engine's name and secret. round: which opening of
-    this model it is, for the answer `Opened`."""
-
-    transport: str
-    options: dict[str, Any]
-    engine: str
-    secret: bytes
-    round: int
-
-
-@dataclass(frozen=True)
-class CloseTransfer:
-    """Close the transport."""
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Fill this rank's reserved pages of this number, concurrently with rounds; the answer is `Fetched`.
-
-    deadline: `time.monotonic` seconds, which ranks of one machine share. data: a `Handoff` of source, lease and blocks,
-    as bytes.
-    """
-
-    number: int
-    deadline: float
-    data: bytes
-
-
-@dataclass(frozen=True)
 class Close:
     """Close the model."""
 
 
-@dataclass(frozen=True)
-class Started:
-    """To rank 0: the process runs, and everything could be imported."""
+Key = tuple[Literal["started", "loaded", "opened", "fetched"], int, int]
+"""What was done, the number of the model, and that of the call where a model has several."""
+STARTED: Key = ("started", 0, 0)
+"""The process runs, and everything could be imported."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """To rank 0: the model of this number is loaded."""
+class Reply:
+    """To rank 0: something was done, or failed. A later one with the same key replaces it.
 
-    number: int
-
-
-Key = tuple[str, int, int]
-"""Identifies the request that an answer is for: "Opened" or "Fetched", model, and its number."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """To rank 0: the answer to a request, number `number` to a model. error: why it failed, "" where it did not."""
-
-    model: int
-    number: int
-
-    @property
-    def key(self) -> Key:
-        """Identifies the request."""
-        return (type(self).__name__, self.model, self.number)
-
-
-@dataclass(frozen=True)
-class Opened(Answer):
-    """The answer to `OpenTransfer`; number: its round. table: this rank's table as JSON; "" if it failed."""
-
-    table: str
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Fetched(Answer):
-    """The answer to `Fetch`, and a second one where pages were written to after it.
-
-    error: why it failed, "" if every byte was read. late: whether the error is a `TransferTimeoutError`. settled:
-    whether nothing can be written to the pages any more.
+    table: of "opened", this rank's `RankTable`. error: why it failed, "" where it did not. late: whether that is a
+    `TransferTimeoutError`. settled: whether nothing can be written to the pages of "fetched" any more.
     """
 
+    key: Key
+    table: Any = None
     error: str = ""
     late: bool = False
     settled: bool = True
@@ -163,3 +91,26 @@ class Failed:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+class RankChannel:
+    """The connection of one model between rank 0 and the other ranks; these never lose it, since they end first."""
+
+    @property
+    def is_lost(self) -> bool:
+        """On rank 0: whether `check` raises."""
+        return False
+
+    def told(self, message: Any) -> Any:
+        """On rank 0: send this message to all others. On another rank: receive the next one. Returns rank 0's message.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """On rank 0: raises RanksLostError once a rank is lost."""
+
+    def close(self) -> None:
+        """On rank 0: let the other ranks close the model. Idempotent."""

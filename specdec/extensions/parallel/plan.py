@@ -18,15 +18,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.loading.auto_classes import AutoClass, model_class
+from specdec.loading.targets import AutoClass, model_class
 
 _WHOLE = "replicate"
 _BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"
@@ -50,7 +51,7 @@ _GPT_OSS_EXPERTS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """How a target is divided.
 
     Attributes:
@@ -92,7 +93,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def plan_of(model: Any, size: int) -> Plan:
+def plan_of(model: Any, size: int) -> ShardingPlan:
     """The plan for a model (its weights are not looked at) and `size` ranks.
 
     Raises:
@@ -123,7 +124,7 @@ def plan_of(model: Any, size: int) -> Plan:
             f"{name} cannot be divided: transformers has no tensor-parallel plan for it, and specdec none of its own; "
             "load it without tensor_parallel_size"
         )
-    return Plan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
+    return ShardingPlan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
 
 
 def _pattern(model: Any, name: str) -> str:
@@ -210,7 +211,7 @@ def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
             del styles[pattern]
 
 
-def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
+def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> ShardingPlan:
     """The plan of a configuration's model.
 
     Raises:
@@ -226,22 +227,11 @@ def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
         return plan_of(kind(config), size)
 
 
-def told(plan: Plan, size: int) -> dict[str, Any]:
+def told(plan: ShardingPlan, size: int) -> dict[str, Any]:
     """The arguments of transformers' from_pretrained for a plan."""
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
-
-
-class _Meshes:
-    """The mesh that transformers requests while it loads: one of all ranks, whose process group is the default one."""
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
-
-    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """The mesh, for any dimensions: no other mesh divides anything."""
-        return self._mesh
 
 
 @contextmanager
@@ -254,7 +244,9 @@ def as_rank(device: torch.device, size: int) -> Iterator[None]:
     """
     from transformers.distributed import mixin  # as of 5.23
 
-    meshes: Any = _Meshes(device, size)
+    # Of all ranks, whose process group is the default one, and for any dimensions: no other mesh divides anything.
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
+    meshes: Any = SimpleNamespace(get_mesh=lambda dims: mesh)
     own = mixin.initialize_distributed_mesh
     mixin.initialize_distributed_mesh = lambda distributed_config: (device, meshes)
     try:

@@ -1,25 +1,16 @@
-"""The process of another rank: starting it, listening to it, ending it."""
+"""The process of another rank: starting it, and the messages that it has sent."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from specdec.extensions.parallel.messages import Answer, Done, Failed, Started
-
-_GRACE = 2.0
-"""Seconds for a process to end by itself."""
-_PATIENCE = 3.0
-"""Seconds in which a load that failed on another rank also fails on rank 0, if it fails there at all."""
+from specdec.extensions.parallel.messages import Failed, Key, Reply
 
 
 @dataclass
@@ -27,19 +18,17 @@ class Process:
     """One process of another rank, and its messages; `lost`: why it is lost, or None.
 
     Attributes:
-        line: the socket of `connection`. loaded: numbers of the models it has loaded.
-        failed: its message about a load or a round that failed. answers: its answers to requests, by key.
+        line: the socket of `connection`. failed: its message about a load or a round that failed.
+        answers: what it has done, by key.
     """
 
     rank: int
     process: subprocess.Popen[bytes]
     line: socket.socket
     connection: Connection
-    started: bool = False
-    loaded: set[int] = field(default_factory=set)
     failed: Failed | None = None
     lost: str | None = None
-    answers: dict[tuple[str, int, int], Answer] = field(default_factory=dict)
+    answers: dict[Key, Reply] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid})"
@@ -49,25 +38,11 @@ class Process:
         """Whether it failed because another rank was lost."""
         return self.failed is not None and self.failed.follows
 
-
-@dataclass
-class Watched:
-    """All processes, and what the threads that listen to them change.
-
-    Attributes:
-        loading: which load this process is in; None outside of one. abort: called when a process is lost.
-    """
-
-    processes: list[Process]
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    closing: bool = False
-    loading: object = None
-    abort: Callable[[], None] | None = None
-
-    def listen(self) -> None:
-        """Listen to each of them on a thread."""
-        for process in self.processes:
-            threading.Thread(target=_listen, args=(process, self), name="rank", daemon=True).start()
+    def ending(self, code: int) -> str:
+        """How it ended: by what it said, or by its exit code."""
+        if self.failed is not None:
+            return str(self.failed)
+        return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
 def start(rank: int, folder: str) -> Process:
@@ -100,61 +75,3 @@ def start(rank: int, folder: str) -> Process:
         )
     # A duplicate: the socket and the Connection each close their descriptor.
     return Process(rank, process, ours, Connection(os.dup(ours.fileno())))
-
-
-def _listen(process: Process, watched: Watched) -> None:
-    """Note the messages of one process until it ends."""
-    while True:
-        try:
-            message = process.connection.recv()
-        except (EOFError, OSError):
-            break
-        with watched.changed:
-            process.started |= isinstance(message, Started)
-            if isinstance(message, Done):
-                process.loaded.add(message.number)
-            if isinstance(message, Answer):
-                process.answers[message.key] = message
-            if isinstance(message, Failed):
-                process.failed = message
-                threading.Thread(target=end_waiting, args=(process, watched, watched.loading), daemon=True).start()
-            watched.changed.notify_all()
-    code = process.process.wait()
-    with watched.changed:
-        if not watched.closing:
-            process.lost = _ending(code) if process.failed is None else str(process.failed)
-        watched.changed.notify_all()
-    if process.lost is not None and watched.abort is not None:
-        watched.abort()
-
-
-def end_waiting(process: Process, watched: Watched, loading: object) -> None:
-    """End a process whose load failed if rank 0 is, after a while, still in that load (see `Watched`) and waits."""
-    with watched.changed:
-        if not watched.changed.wait_for(lambda: loading is None or watched.loading is not loading, _PATIENCE):
-            process.process.kill()
-
-
-def _ending(code: int) -> str:
-    """How a process ended.
-
-    >>> _ending(-9), _ending(3)
-    ('it was killed by SIGKILL', 'it ended with exit code 3')
-    """
-    return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-
-
-def end(watched: Watched) -> None:
-    """End all processes by closing their sockets. Idempotent."""
-    watched.closing = True
-    for process in watched.processes:
-        with contextlib.suppress(OSError):  # the other end may be closed already
-            process.line.shutdown(socket.SHUT_RDWR)
-    deadline = time.monotonic() + _GRACE
-    for process in watched.processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.process.wait(max(deadline - time.monotonic(), 0))
-        if process.process.poll() is None:
-            process.process.kill()
-            process.process.wait()
-        process.line.close()

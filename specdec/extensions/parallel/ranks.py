@@ -7,41 +7,20 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from attention.checking import CHECKS
 from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
 from specdec.extensions.parallel.collectives import Collectives
-from specdec.extensions.parallel.messages import Launching
-from specdec.extensions.parallel.plan import Plan, Share, as_rank, plan_for, told
+from specdec.extensions.parallel.messages import Launching, RankChannel
+from specdec.extensions.parallel.plan import ShardingPlan, Share, as_rank, plan_for, told
 from specdec.extensions.parallel.shares import exchanging, take_share
-from specdec.loading.auto_classes import AutoClass
+from specdec.loading.targets import AutoClass
 from specdec.rounds.verification import TargetArrays
 from specdec.wrapped.group import Group, Reading
 from specdec.wrapped.probing import TargetProbe
-
-
-class Channel(Protocol):
-    """The connection of one model between rank 0 and the other ranks."""
-
-    def told(self, message: Any) -> Any:
-        """On rank 0: send this message to all others. On another rank: receive the next one. Returns rank 0's message.
-
-        Raises:
-            RanksLostError: a rank is lost.
-        """
-
-    def check(self) -> None:
-        """On rank 0: raises RanksLostError once a rank is lost."""
-
-    @property
-    def is_lost(self) -> bool:
-        """On rank 0: whether `check` raises."""
-
-    def close(self) -> None:
-        """On rank 0: let the other ranks close the model. Idempotent."""
 
 
 class Ranks(Group):
@@ -59,20 +38,13 @@ class Ranks(Group):
         size: int,
         device: torch.device,
         collectives: Collectives,
-        channel: Channel,
-        engine: Callable[..., Any] | None = None,
-        moving: Callable[[], tuple[Any, Any]] | None = None,
+        channel: RankChannel,
     ) -> None:
-        """engine: makes this rank's engine of these ranks and the parts of an `Engine`; None where none is made.
-
-        moving: rank 0's classes for moving requests, subclasses of handoff's `MovingRequests` and `Link`.
-        """
         self.rank, self.size, self.device = rank, size, device
         self.collectives = collectives
         self.channel = channel
         self.lost = False
         self.part: Share | None = None
-        self._engine, self.moving = engine, moving
         with torch.inference_mode(False):  # now: made while a graph is captured, it would be zero again in every replay
             self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -154,8 +126,15 @@ class Ranks(Group):
 
     def engine(self, make: Callable[..., Any], *parts: Any) -> Any:
         """See `Group.engine`: a `LeadingEngine` on rank 0, a `FollowingEngine` on other ranks."""
-        assert self._engine is not None
-        return self._engine(self, *parts)
+        from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine  # which import this module
+
+        return (FollowingEngine if self.rank else LeadingEngine)(self, *parts)
+
+    def moving(self) -> tuple[Any, Any]:
+        """Rank 0's classes for moving requests, subclasses of handoff's `MovingRequests` and `Link`."""
+        from specdec.extensions.parallel.among_ranks import LeadingRequests, RanksLink
+
+        return LeadingRequests, RanksLink
 
     def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
         return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
@@ -173,15 +152,15 @@ class Ranks(Group):
 class _ReadingShare(Reading):
     """The share of one rank, by a plan."""
 
-    def __init__(self, ranks: Ranks, plan: Plan) -> None:
-        self._ranks, self._plan = ranks, plan
+    def __init__(self, ranks: Ranks, plan: ShardingPlan) -> None:
+        self.ranks, self.plan = ranks, plan
         self.options = told(plan, ranks.size)
 
     def while_reading(self) -> AbstractContextManager[None]:
-        return as_rank(self._ranks.device, self._ranks.size)
+        return as_rank(self.ranks.device, self.ranks.size)
 
     def finish(self, model: Any) -> None:
-        self._ranks.part = take_share(model, self._plan, self._ranks.rank, self._ranks.size)
+        self.ranks.part = take_share(model, self.plan, self.ranks.rank, self.ranks.size)
 
 
 def digest_of(target: TargetArrays) -> int:

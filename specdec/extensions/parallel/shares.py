@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from attention.hf.custom_op import opaque_operator
 from specdec.errors import SpecdecError
 from specdec.extensions.parallel.collectives import Collectives
-from specdec.extensions.parallel.plan import Plan, Share, pattern_of
+from specdec.extensions.parallel.plan import ShardingPlan, Share, pattern_of
 from specdec.wrapped.group import GRAPH_PASSES
 
 _ALONE = (
@@ -116,24 +116,23 @@ GRAPH_PASSES.append(sum_once)
 _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 
 
-def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
+def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
     """Turn a divided model into plain modules over rank's share, in place; returns a description of the share."""
     divided: set[str] = set()
     repeated: dict[str, int] = {}
     kv_copies: set[int] = set()
     for name, module in list(model.named_modules()):
         divided |= {f"{name}.{part}" for part in _take_off(module)}
-        style = plan.style_of(name)
+        style, is_cut = plan.style_of(name), pattern_of(name) in plan.kv_cut
         if hasattr(module, "k_proj") and hasattr(module, "o_proj"):
             own = plan.style_of(f"{name}.k_proj") != "replicate"
-            kv_copies.add(_kv_copies(module, size) if pattern_of(name) in plan.kv_cut else 1 if own else size)
-        if pattern_of(name) in plan.kv_cut:
+            kv_copies.add(_kv_copies(module, size) if is_cut else 1 if own else size)
+        if isinstance(module, nn.Linear) and style != "replicate":
+            module.out_features, module.in_features = module.weight.shape
+        if is_cut:
             for projection in ("k_proj", "v_proj"):
                 parts = dict(getattr(module, projection).named_parameters(recurse=False))
                 repeated |= {f"{name}.{projection}.{part}": _kv_copies(module, size) for part in parts}
-        if isinstance(module, nn.Linear) and style != "replicate":
-            module.out_features, module.in_features = module.weight.shape
-        if pattern_of(name) in plan.kv_cut:
             _keep_one_kv_head(module, rank, size)
         if style in _SUMMED:
             _add_once(module, rank)

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -23,21 +23,10 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from specdec.errors import InvariantError
+from specdec.errors import InvariantError, RanksLostError
 from specdec.extensions.parallel.among_ranks import FollowedTransfers
 from specdec.extensions.parallel.collectives import RankGoneError
-from specdec.extensions.parallel.engine import FollowingEngine
-from specdec.extensions.parallel.messages import (
-    Close,
-    CloseTransfer,
-    Done,
-    Failed,
-    Fetch,
-    Join,
-    Load,
-    OpenTransfer,
-    Started,
-)
+from specdec.extensions.parallel.messages import STARTED, CallMethod, Close, Failed, Join, Load, RankChannel, Reply
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
 from specdec.model import SpeculativeModel
@@ -111,46 +100,33 @@ def _follows(error: BaseException | None) -> bool:
     return error is not None
 
 
-class Orders:
-    """Rank 0's messages to one model of this process: a `Channel`, never lost, since this process ends first."""
+@dataclass(frozen=True)
+class Orders(RankChannel):
+    """Rank 0's messages to one model of this process."""
 
-    is_lost = False
+    inbox: Inbox
+    number: int
 
-    def __init__(self, inbox: Inbox, number: int) -> None:
-        self._inbox = inbox
-        self._number = number
-
-    def get(self) -> Any:
-        """The next message; waits for it.
+    def told(self, message: Any) -> Any:
+        """The next message of rank 0; waits for it.
 
         Messages to other models are left for later: on rank 0 the garbage collector may abort a request of another
         model, or close the model, in the middle of a round of this one.
         """
-        while True:
-            number, message = self._inbox.next()
-            if number == self._number:
-                return message
-            self._inbox.later.append((number, message))
-
-    def told(self, message: Any) -> Any:
-        return self.get()
-
-    def check(self) -> None:
-        """Nothing: this process ends with rank 0's."""
-
-    def close(self) -> None:
-        """Nothing: rank 0 closes models."""
+        while (found := self.inbox.next())[0] != self.number:
+            self.inbox.later.append(found)
+        return found[1]
 
 
+@dataclass(frozen=True)
 class SilentTokenizer:
     """A tokenizer without texts, which rank 0 has: each token is "", and any text has the ids that rank 0 sent."""
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = list(ids)
+    ids: Sequence[int]
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         """Any text -> the ids of the head's self-test."""
-        return {"input_ids": self._ids}
+        return {"input_ids": list(self.ids)}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Any ids -> an empty text."""
@@ -163,9 +139,9 @@ class Follower:
     def __init__(self, inbox: Inbox, join: Join) -> None:
         """Join the group."""
         self._inbox = inbox
-        self._rank, self._size = join.rank, join.size
-        self._device = torch.device(join.device, join.rank) if join.device == "cuda" else torch.device(join.device)
-        self._collectives = join_group(join.rank, join.size, self._device, join.rendezvous)
+        self._rank, self._size = int(os.environ["LOCAL_RANK"]), join.size  # see `processes.start`
+        self._device = torch.device("cuda", self._rank) if join.device == "cuda" else torch.device(join.device)
+        self._collectives = join_group(self._rank, join.size, self._device, join.rendezvous)
         self._models: dict[int, SpeculativeModel] = {}
         self._transfers: dict[int, FollowedTransfers] = {}
 
@@ -179,12 +155,21 @@ class Follower:
                 if number in self._models:  # else its load failed
                     self._transfers.pop(number).close()
                     self._models.pop(number).close()
-            elif isinstance(message, (OpenTransfer, CloseTransfer, Fetch)):
-                self._transfers[number].follow(message)
             else:
-                engine: Any = self._models[number].engine
-                with engine.ranks.together():
-                    engine.follow(message)
+                self._follow(number, message)
+
+    def _follow(self, number: int, message: Any) -> None:
+        """Do what rank 0 does.
+
+        Raises:
+            RanksLostError: an unexpected message: the ranks are at different places.
+        """
+        if not isinstance(message, CallMethod):
+            raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
+        engine: Any = self._models[number].engine
+        of = {"engine": engine, "guests": engine.guests, "transfers": self._transfers[number]}[message.of]
+        with engine.ranks.together():
+            getattr(of, message.method)(*message.arguments)
 
     def _load(self, number: int, message: Load) -> None:
         """Load this rank's share. A failure is reported to rank 0, which decides what follows.
@@ -192,9 +177,7 @@ class Follower:
         Raises:
             Exception: another rank is gone: this process ends, too, for others may be waiting for it.
         """
-        ranks = Ranks(
-            self._rank, self._size, self._device, self._collectives, Orders(self._inbox, number), FollowingEngine
-        )
+        ranks = Ranks(self._rank, self._size, self._device, self._collectives, Orders(self._inbox, number))
         options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids), device=self._device)
         try:
             with ranks.together():
@@ -206,8 +189,8 @@ class Follower:
             self._inbox.say(said)
             return
         self._models[number] = model
-        self._transfers[number] = FollowedTransfers(model, number, self._inbox.say, self._inbox.end_badly)
-        self._inbox.say(Done(number))
+        self._transfers[number] = FollowedTransfers(model, self._inbox.say, self._inbox.end_badly)
+        self._inbox.say(Reply(("loaded", number, 0)))
 
 
 def main(descriptor: int, parent: int, folder: str) -> None:
@@ -221,7 +204,7 @@ def main(descriptor: int, parent: int, folder: str) -> None:
         warnings.simplefilter("ignore")  # rank 0 gives the same ones
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-        inbox.say(Started())
+        inbox.say(Reply(STARTED))
         _, join = inbox.get()
         if not isinstance(join, Join):
             raise InvariantError(f"rank 0 began with {type(join).__name__}")

@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
 import shutil
+import socket
+import subprocess
 import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.extensions.parallel.collectives import Collectives, leave_group
-from specdec.extensions.parallel.messages import Answer, Close
-from specdec.extensions.parallel.processes import Process, Watched, end, start
+from specdec.extensions.parallel.messages import Close, Failed, Key, RankChannel, Reply
+from specdec.extensions.parallel.processes import Process, start
 
+_GRACE = 2.0
+"""Seconds for a process to end by itself."""
+_PATIENCE = 3.0
+"""Seconds in which a load that failed on another rank also fails on rank 0, if it fails there at all."""
 _LAST_WORDS = 2.0
 """Seconds within which a failing process reports its error, once something failed here because of it."""
 _AGAIN = "; the model cannot be used any more: load it again"
@@ -41,15 +48,16 @@ class Workers:
     """The processes of ranks 1 … N-1, shared by the models of this process.
 
     Attributes:
-        size: N. folder: for the processes' files, removed at the end.
-        lock: held while all ranks do something: models take turns.
+        size: N. folder: for the processes' files, removed at the end. processes: by rank.
+        lock: held while all ranks do something: models take turns. changed: for what threads note that listen to them.
+        load: which load this process is in; None outside of one.
         collectives: exchanges between them and this process, once they have met.
     """
 
-    collectives: Collectives
+    collectives: Collectives | None = None
 
     def __init__(self, size: int) -> None:
-        """Start them; `wait_started` waits until they receive messages.
+        """Start them; `wait_answers` with STARTED waits until they receive messages.
 
         Raises:
             ModelLoadError: the system starts no more processes.
@@ -58,75 +66,72 @@ class Workers:
         # Re-entrant: the garbage collector may abort a request of another model inside a call that holds it.
         self.lock = threading.RLock()
         self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
+        self.processes: list[Process] = []
+        self.changed = threading.Condition()
+        self.load: object = None
         self._broken: str | None = None
+        self._closing = False
         self._numbers: set[int] = set()
         self._next = 0
         self._closed: deque[int] = deque()
-        self._unsent: deque[tuple[Any, int | None]] = deque()
+        self._unsent: deque[Any] = deque()
         self._sending = False
-        self._watched = Watched(_started(size, self.folder))
-        self._watched.listen()
         self._owner = os.getpid()
+        try:
+            for rank in range(1, size):
+                self.processes.append(start(rank, self.folder))
+        except BaseException as error:  # none of them stays, and no folder
+            self._end_processes()
+            if isinstance(error, OSError):
+                raise ModelLoadError(f"a rank did not start: rank {len(self.processes) + 1}: {error}") from error
+            raise
+        for process in self.processes:
+            threading.Thread(target=self._listen, args=(process,), name="rank", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
-        return [each.process.pid for each in self._watched.processes]
-
-    def wait_started(self) -> None:
-        """Wait until every process runs. Raises RanksLostError when one ends instead."""
-        self._wait(lambda process: process.started)
-
-    def wait_loaded(self, number: int) -> None:
-        """Wait until every process has loaded this model. Raises RanksLostError when one fails instead."""
-        self._wait(lambda process: number in process.loaded)
-
-    def met(self, collectives: Collectives) -> None:
-        """Note that they have met, so that calls that wait for a lost process fail."""
-        self.collectives = collectives
-        self._watched.abort = collectives.abort
+        return [each.process.pid for each in self.processes]
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """While all ranks load: a process that fails is ended after a while, if rank 0 waits for it."""
-        self._watched.loading = object()
+        self.load = object()
         try:
             yield
         finally:
-            with self._watched.changed:
-                self._watched.loading = None
-                self._watched.changed.notify_all()
+            with self.changed:
+                self.load = None
+                self.changed.notify_all()
 
-    def new_link(self) -> Link:
+    def new_link(self) -> WorkersChannel:
         """A link for one more model."""
-        link = Link(self, self._next)
+        link = WorkersChannel(self, self._next)
         self._numbers.add(link.number)
         self._next += 1
         return link
 
-    def send(self, message: Any, rank: int | None = None) -> None:
-        """Send to all of them, or to one. Raises RanksLostError when one is gone."""
+    def send(self, message: Any) -> None:
+        """Send to all of them. Raises RanksLostError when one is gone."""
         self.check()
         while self._closed:
-            self._send((self._closed.popleft(), Close()), None)
-        self._send(message, rank)
+            self._send((self._closed.popleft(), Close()))
+        self._send(message)
 
-    def _send(self, message: Any, rank: int | None) -> None:
+    def _send(self, message: Any) -> None:
         """Send in turn: the garbage collector may call this in the middle of a message, to abort a request."""
-        self._unsent.append((message, rank))
+        self._unsent.append(message)
         if self._sending:
             return
         self._sending = True
         try:
             while self._unsent:
-                self._write(*self._unsent.popleft())
+                self._write(self._unsent.popleft())
         finally:
             self._sending = False
 
-    def _write(self, message: Any, rank: int | None) -> None:
-        for process in self._watched.processes:
-            if rank not in (None, process.rank):
-                continue
+    def _write(self, message: Any) -> None:
+        for process in self.processes:
             try:
                 process.connection.send(message)
             except (OSError, ValueError) as error:
@@ -140,13 +145,13 @@ class Workers:
             raise RanksLostError(
                 "this process is a fork of the one that loaded the model, whose ranks it does not have"
             )
-        if any(process.lost is not None for process in self._watched.processes):
+        if any(process.lost is not None for process in self.processes):
             raise RanksLostError(f"{self.found_loss()}{_AGAIN}")
 
     @property
     def is_lost(self) -> bool:
         """Whether `check` raises."""
-        return self._broken is not None or any(process.lost is not None for process in self._watched.processes)
+        return self._broken is not None or any(process.lost is not None for process in self.processes)
 
     def give_up(self, reason: str) -> RanksLostError:
         """End the processes; from now on `check` raises the returned RanksLostError, which has the first reason."""
@@ -155,30 +160,29 @@ class Workers:
         self.end()
         return RanksLostError(self._broken + _AGAIN)
 
-    def answers(self, key: tuple[str, int, int]) -> dict[int, Answer]:
-        """The processes' answers to a request, by rank."""
-        with self._watched.changed:
-            return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
+    def answers(self, key: Key) -> dict[int, Reply]:
+        """The processes' answers with this key, by rank."""
+        with self.changed:
+            return {each.rank: each.answers[key] for each in self.processes if key in each.answers}
 
-    def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
+    def wait_answers(self, key: Key, deadline: float = math.inf) -> dict[int, Reply]:
         """The answers once all have come, or at the deadline (`time.monotonic` seconds).
 
         Raises:
-            RanksLostError: a rank that has not answered is lost.
+            RanksLostError: a rank fails or is lost before.
         """
-        with self._watched.changed:
-            while True:
-                left = [each for each in self._watched.processes if key not in each.answers]
-                if left and any(each.lost is not None for each in left):
-                    self.check()
-                if not left or time.monotonic() >= deadline:
-                    return self.answers(key)
-                self._watched.changed.wait(min(max(deadline - time.monotonic(), 0), 0.5))
+        with self.changed:
+            while any(key not in each.answers for each in self.processes) and time.monotonic() < deadline:
+                self.check()
+                if any(each.failed is not None for each in self.processes):
+                    raise RanksLostError(f"{self.found_failure()}{_AGAIN}")
+                self.changed.wait(min(max(deadline - time.monotonic(), 0), 0.5))
+            return self.answers(key)
 
-    def forget_answers(self, key: tuple[str, int, int]) -> None:
+    def forget_answers(self, key: Key) -> None:
         """Drop answers that were read."""
-        with self._watched.changed:
-            for each in self._watched.processes:
+        with self.changed:
+            for each in self.processes:
                 each.answers.pop(key, None)
 
     def found_loss(self) -> str | None:
@@ -188,13 +192,13 @@ class Workers:
 
     def same_failures(self, kind: str) -> bool:
         """Whether a load fails on every other rank, too, with an error of this class. Waits briefly."""
-        processes = self._watched.processes
+        processes = self.processes
 
         def another() -> bool:
             return any(each.lost is not None or (each.failed and each.failed.kind != kind) for each in processes)
 
-        with self._watched.changed:
-            self._watched.changed.wait_for(lambda: another() or all(each.failed for each in processes), _LAST_WORDS)
+        with self.changed:
+            self.changed.wait_for(lambda: another() or all(each.failed for each in processes), _LAST_WORDS)
             if another() or not all(each.failed for each in processes):
                 return False
             for process in processes:
@@ -224,50 +228,69 @@ class Workers:
         if os.getpid() != self._owner:
             return
         self._broken = self._broken or "the model is closed"
-        end(self._watched)
+        self._end_processes()
         if _open is self:
             _open = None
-            met = self._watched.abort is not None
-            self.collectives.leave() if met else leave_group()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            leave_group() if self.collectives is None else self.collectives.leave()
 
     def _origin(self, failed: Callable[[Process], bool]) -> Process | None:
         """A process for which `failed` is true and that did not fail because another was lost; waits briefly for it.
         Without one, a process that did."""
 
         def origins() -> list[Process]:
-            return [each for each in self._watched.processes if failed(each) and not each.follows]
+            return [each for each in self.processes if failed(each) and not each.follows]
 
-        with self._watched.changed:
-            self._watched.changed.wait_for(origins, _LAST_WORDS)
-            return next(iter([*origins(), *filter(failed, self._watched.processes)]), None)
+        with self.changed:
+            self.changed.wait_for(origins, _LAST_WORDS)
+            return next(iter([*origins(), *filter(failed, self.processes)]), None)
 
-    def _wait(self, ready: Callable[[Process], bool]) -> None:
-        with self._watched.changed:
-            while not all(map(ready, self._watched.processes)):
-                self.check()
-                if any(each.failed is not None for each in self._watched.processes):
-                    raise RanksLostError(f"{self.found_failure()}{_AGAIN}")
-                self._watched.changed.wait(0.5)
+    def _listen(self, process: Process) -> None:
+        """Note the messages of one process until it ends. Runs on a thread."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._note(process, process.connection.recv())
+        code = process.process.wait()
+        with self.changed:
+            if not self._closing:
+                process.lost = process.ending(code)
+            self.changed.notify_all()
+        if process.lost is not None and self.collectives is not None:
+            self.collectives.abort()  # calls that wait for the lost process fail
+
+    def _note(self, process: Process, message: Reply | Failed) -> None:
+        with self.changed:
+            if isinstance(message, Reply):
+                process.answers[message.key] = message
+            else:
+                process.failed = message
+                threading.Thread(target=self.end_waiting, args=(process, self.load), daemon=True).start()
+            self.changed.notify_all()
+
+    def end_waiting(self, process: Process, load: object) -> None:
+        """End a process whose load failed if rank 0 is, after a while, still in that load (see `load`) and waits."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: load is None or self.load is not load, _PATIENCE):
+                process.process.kill()
+
+    def _end_processes(self) -> None:
+        """End all processes by closing their sockets, and remove their folder. Idempotent."""
+        self._closing = True
+        for process in self.processes:
+            with suppress(OSError):  # the other end may be closed already
+                process.line.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + _GRACE
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.process.wait(max(deadline - time.monotonic(), 0))
+            if process.process.poll() is None:
+                process.process.kill()
+                process.process.wait()
+            process.line.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _started(size: int, folder: str) -> list[Process]:
-    """The processes of all other ranks; none, and no folder, if one cannot be started."""
-    processes: list[Process] = []
-    try:
-        for rank in range(1, size):
-            processes.append(start(rank, folder))
-    except BaseException as error:
-        end(Watched(processes))
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ModelLoadError(f"a rank did not start: rank {len(processes) + 1}: {error}") from error
-        raise
-    return processes
-
-
-class Link:
-    """A `Channel` from one model to the other ranks. Closed with the model, or when it is garbage."""
+class WorkersChannel(RankChannel):
+    """A `RankChannel` from one model to the other ranks. Closed with the model, or when it is garbage."""
 
     def __init__(self, workers: Workers, number: int) -> None:
         """number: the model's number, the same on every rank."""
@@ -333,7 +356,7 @@ def _keep_group() -> None:
     """
     if is_fork():
         assert _open is not None
-        _open.lock, _open._watched.changed = threading.RLock(), threading.Condition()
+        _open.lock, _open.changed = threading.RLock(), threading.Condition()
         for group in dist.distributed_c10d._world.pg_map:
             # A reference that is never released: the group's destructor must not run, even at the interpreter's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

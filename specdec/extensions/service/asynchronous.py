@@ -12,10 +12,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from specdec.engine.calls import Call
 from specdec.engine.streams import Stream, StreamUpdate, placed, raise_first
 from specdec.errors import ENDED, SpecdecError
-from specdec.requests.request import Completion, Update
+from specdec.requests.request import Call, Completion, Update
 
 MOST_UNREAD = 16
 """Updates that wait for a slow reader before new ones are added to the last one of the same completion."""
@@ -45,7 +44,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self._errors: list[SpecdecError] = []
         self.failure: BaseException | None = None
         self._places: dict[int, int] | None = None
-        self._task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[Any] | None = None
         self._cancelled: deque[tuple[int, ...]] = deque()
         self._whole = self._signalled = self.closed = False
 
@@ -76,7 +75,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             ModelChangedError: the model takes no such requests, or none at the moment. SpecdecError: in a fork.
         """
         if self.loop is None:
-            self._leader.check()
+            self._leader.check_process()
+            self._leader.shared.check_open()
             self.loop = asyncio.get_running_loop()
             try:
                 self.requests = await self.loop.run_in_executor(self._readers, self._make)
@@ -139,14 +139,9 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     def _follow_task(self) -> None:
         """The task that reads: cancelled outside of a read, in its own code, it ends the stream too."""
         task = asyncio.current_task()
-        if task is not self._task and task is not None:
-            self._task = task
+        if task is not self.task and task is not None:
+            self.task = task
             task.add_done_callback(partial(_close_if_cancelled, weakref.ref(self)))
-
-    def reader_ended(self, task: asyncio.Task[Any]) -> None:
-        """Close the stream if this task was its last reader and was cancelled."""
-        if task is self._task and task.cancelled():
-            self.close()
 
     async def _change(self) -> None:
         """Wait for a signal since the state was looked at; meanwhile the leader keeps the stream alive."""
@@ -228,14 +223,11 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         signalled, self._signalled = self._signalled, True
         return not signalled
 
-    def signal(self) -> None:
-        """In its event loop: wake the reader."""
-        self.changed.set()
-
 
 def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[Any]) -> None:
-    if (stream := stream_of()) is not None:
-        stream.reader_ended(task)
+    stream = stream_of()
+    if stream is not None and task is stream.task and task.cancelled():  # its last reader
+        stream.close()
 
 
 def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
@@ -257,5 +249,6 @@ def signal_all(loop: AbstractEventLoop, streams: list[AsyncStream]) -> None:
 
 
 def _signal(streams: list[AsyncStream]) -> None:
+    """In their event loop: wake the readers."""
     for stream in streams:
-        stream.signal()
+        stream.changed.set()

@@ -9,7 +9,9 @@ from math import inf
 from typing import Any
 
 from specdec.errors import ClosedModelError
-from specdec.values import real, refuse
+from specdec.values import number
+
+_LIMIT = number("None (no limit), or seconds, a number from 0", lambda seconds: seconds >= 0)
 
 
 @contextmanager
@@ -21,10 +23,7 @@ def drained(model: Any, timeout: float | None) -> Iterator[int]:
     Raises:
         InvalidInputError: timeout is no number of seconds. ClosedModelError: the model is closed, also meanwhile.
     """
-    allowed = "None (no limit), or seconds, a number from 0"
-    limit = inf if timeout is None else real("timeout", timeout, allowed)
-    if not limit >= 0:
-        raise refuse("timeout", timeout, allowed)
+    limit = inf if timeout is None else _LIMIT("timeout", timeout)
     shared, engine = model._shared, model.engine
     with shared.between_rounds():
         shared.num_drains += 1

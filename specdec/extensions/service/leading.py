@@ -21,10 +21,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from specdec.engine.calls import CLOSED_MEANWHILE, READ_ELSEWHERE, Call
-from specdec.engine.sharing import SharedEngine
+from specdec.engine.sharing import CLOSED_MEANWHILE, READ_ELSEWHERE, SharedEngine
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
+from specdec.requests.request import Call
 
 _FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
 _LONGEST_END = 5.0
@@ -68,11 +68,6 @@ class Leader:
         """Raises SpecdecError in a fork of the process whose thread leads."""
         if self.process != os.getpid():
             raise SpecdecError(READ_ELSEWHERE)
-
-    def check(self) -> None:
-        """Raises SpecdecError in a fork, ClosedModelError after the model's `close`."""
-        self.check_process()
-        self.shared.check_open()
 
     def add(self, stream: AsyncStream) -> None:
         """Queue a stream's requests before the next round. Raises ClosedModelError after `end`."""

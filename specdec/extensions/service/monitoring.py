@@ -6,13 +6,13 @@ Source: Prometheus documentation, "Metric and label naming" and "Exposition form
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from specdec.engine.stats import LATELY
 
 
-class Metric(NamedTuple):
+class MetricInfo(NamedTuple):
     """Description of a number. kind: "counter" (only grows) or "gauge". help: one line."""
 
     kind: str
@@ -22,55 +22,52 @@ class Metric(NamedTuple):
 _REASONS = ("eos", "stop", "length", "timeout", "cancelled")
 _POOLS = {"target": "target's", "head": "draft head's", "windowed": "windowed"}
 METRICS = {
-    "requests_finished_total": Metric("counter", "Requests that ended with a completion, whatever ended them."),
+    "requests_finished_total": MetricInfo("counter", "Requests that ended with a completion, whatever ended them."),
     **{
-        f"requests_ended_by_{reason}_total": Metric("counter", f"Requests whose finish reason was {reason}.")
+        f"requests_ended_by_{reason}_total": MetricInfo("counter", f"Requests whose finish reason was {reason}.")
         for reason in _REASONS
     },
-    "requests_failed_total": Metric("counter", "Requests that ended with an error."),
-    "requests_dropped_total": Metric("counter", "Requests whose caller went away before their end."),
-    "requests_running": Metric("gauge", "Requests that have a row of the batch."),
-    "requests_waiting": Metric("gauge", "Requests that wait for a row."),
-    "rows_used": Metric("gauge", "Rows of the batch in use."),
-    "rows": Metric("gauge", "Rows that the batch has (max_num_seqs)."),
-    **{f"{pool}_pages_used": Metric("gauge", f"Pages in use of the {name} KV cache.") for pool, name in _POOLS.items()},
-    **{f"{pool}_pages_free": Metric("gauge", f"Free pages of the {name} KV cache.") for pool, name in _POOLS.items()},
-    "prefix_query_tokens_total": Metric("counter", "Prompt tokens that were looked up in the prefix cache."),
-    "prefix_hit_tokens_total": Metric("counter", "Prompt tokens that were found in the prefix cache."),
-    "rounds_total": Metric("counter", "Rounds of the batch."),
-    "preemptions_total": Metric("counter", "Requests that lost their row because pages ran out."),
-    "interrupted_total": Metric("counter", "Requests that lost their row to an interrupt or a repeated round."),
-    "generated_tokens_total": Metric("counter", "New tokens of all requests, running ones included."),
-    "verified_rounds_total": Metric("counter", "Verifications of finished requests."),
-    "emitted_tokens_total": Metric("counter", "Tokens of these verifications."),
-    "acceptance_length": Metric("gauge", "Tokens emitted per verification, of finished requests (tau)."),
-    "tokens_per_second": Metric("gauge", f"New tokens a second over the last {LATELY} whole seconds."),
-    "lifetime_tokens_per_second": Metric("gauge", "New tokens a second since the model was loaded."),
-    "uptime_seconds": Metric("gauge", "Seconds since the model was loaded."),
-    "round_age_seconds": Metric(
+    "requests_failed_total": MetricInfo("counter", "Requests that ended with an error."),
+    "requests_dropped_total": MetricInfo("counter", "Requests whose caller went away before their end."),
+    "requests_running": MetricInfo("gauge", "Requests that have a row of the batch."),
+    "requests_waiting": MetricInfo("gauge", "Requests that wait for a row."),
+    "rows_used": MetricInfo("gauge", "Rows of the batch in use."),
+    "rows": MetricInfo("gauge", "Rows that the batch has (max_num_seqs)."),
+    **{
+        f"{pool}_pages_used": MetricInfo("gauge", f"Pages in use of the {name} KV cache.")
+        for pool, name in _POOLS.items()
+    },
+    **{
+        f"{pool}_pages_free": MetricInfo("gauge", f"Free pages of the {name} KV cache.")
+        for pool, name in _POOLS.items()
+    },
+    "prefix_query_tokens_total": MetricInfo("counter", "Prompt tokens that were looked up in the prefix cache."),
+    "prefix_hit_tokens_total": MetricInfo("counter", "Prompt tokens that were found in the prefix cache."),
+    "rounds_total": MetricInfo("counter", "Rounds of the batch."),
+    "preemptions_total": MetricInfo("counter", "Requests that lost their row because pages ran out."),
+    "interrupted_total": MetricInfo("counter", "Requests that lost their row to an interrupt or a repeated round."),
+    "generated_tokens_total": MetricInfo("counter", "New tokens of all requests, running ones included."),
+    "verified_rounds_total": MetricInfo("counter", "Verifications of finished requests."),
+    "emitted_tokens_total": MetricInfo("counter", "Tokens of these verifications."),
+    "acceptance_length": MetricInfo("gauge", "Tokens emitted per verification, of finished requests (tau)."),
+    "tokens_per_second": MetricInfo("gauge", f"New tokens a second over the last {LATELY} whole seconds."),
+    "lifetime_tokens_per_second": MetricInfo("gauge", "New tokens a second since the model was loaded."),
+    "uptime_seconds": MetricInfo("gauge", "Seconds since the model was loaded."),
+    "round_age_seconds": MetricInfo(
         "gauge", "Seconds since the last round, or since the oldest request came; 0 without any."
     ),
-    "queue_seconds_total": Metric("counter", "Seconds that finished requests waited for a row, summed."),
-    "prefill_seconds_total": Metric("counter", "Seconds from a row to the first token, summed."),
-    "decode_seconds_total": Metric("counter", "Seconds from the first token to the last, summed."),
+    "queue_seconds_total": MetricInfo("counter", "Seconds that finished requests waited for a row, summed."),
+    "prefill_seconds_total": MetricInfo("counter", "Seconds from a row to the first token, summed."),
+    "decode_seconds_total": MetricInfo("counter", "Seconds from the first token to the last, summed."),
 }
 """All metrics by name; in Prometheus text each name begins with "specdec_"."""
 
 
-class Metrics(Mapping[str, float]):
+class Metrics(dict[str, float]):
     """Numbers at one moment, by the names of `METRICS`; counters count since the model was loaded."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
-        self._values = {name: float(values[name]) for name in METRICS}
-
-    def __getitem__(self, name: str) -> float:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__({name: float(values[name]) for name in METRICS})
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={value:g}' for name, value in self.items())})"

@@ -15,8 +15,7 @@ from drafters.base import FINAL_NORM, Head, Recipe, TrainedHead
 from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
 from drafters.training.objective import Features
-from drafters.training.state import FREE_SETTINGS
-from drafters.training.train_config import TrainConfig
+from drafters.training.state import FREE_SETTINGS, TrainConfig
 from drafters.training.trainer import TrainingData, TrainResult, train
 from specdec.errors import InvalidInputError
 from specdec.extensions.training.run_folder import Questions, Setting, claim, locked, release

@@ -135,7 +135,7 @@ def places_in_32_bits(  # type: ignore[no-untyped-def]
     return page * page_stride + (position % PAGE_SIZE) * slot_stride
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("kernel", ["packed", "invariant"])
 def test_offsets_of_32_bits_would_be_noticed(kernel: str, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:

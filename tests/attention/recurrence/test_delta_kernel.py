@@ -77,7 +77,8 @@ def test_a_round(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dims", "block_dv", "grouped"), [((16, 40), 16, False), ((24, 12), 16, True), ((32, 32), 32, True)]
+    ("dims", "block_dv", "grouped"),
+    [((16, 40), 16, False), ((24, 12), 16, True), pytest.param((32, 32), 32, True, marks=pytest.mark.long)],
 )
 def test_a_round_of_the_token_kernel_and_of_other_tilings(
     dims: tuple[int, int], block_dv: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
@@ -92,7 +93,7 @@ def test_a_round_of_the_token_kernel_and_of_other_tilings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("vector", [pytest.param(False, marks=pytest.mark.long), True])
 def test_which_kernel_serves_which_rows(vector: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tokens of a row, with and without the replayed ones; every row by one kernel, and as the rule says."""
     lengths = [(9, 1, 12, 7, 1), (10, 2, 12, 7, 1), (16, 3, 4, 0, 16), (17, 4, 0, 0, 17), (3, 5, 5, 2, 1)]
@@ -143,7 +144,7 @@ def test_inverse_of_one_chunk(kind: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rounds"),
     [
-        (torch.float32, 80),
+        (torch.float32, 50),
         *(pytest.param(dtype, 200, marks=pytest.mark.long) for dtype in (torch.float32, torch.float16)),
     ],
 )

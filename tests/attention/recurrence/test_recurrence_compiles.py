@@ -50,9 +50,8 @@ found = told["tokens"]
 for units in (32, 1024):
     tiles = tokens.state_tiling(units, 128, 128)
     sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block}
-    for vector in (False, True):
-        own = delta | sizes | {"VECTOR_GATE": vector}
-        found[f"delta {units} {vector}"] = compiled(tokens._tokens_kernel, own, tiles.warps)
+    own = delta | sizes | {"VECTOR_GATE": units == 32}
+    found[f"delta {units}"] = compiled(tokens._tokens_kernel, own, tiles.warps)
     tiles = tokens.state_tiling(units, 64, 128)
     own = ssd | {"PIECE": tiles.piece, "BLOCK_DV": tiles.block}
     found[f"ssd {units}"] = compiled(tokens._tokens_kernel, own, tiles.warps)

@@ -20,13 +20,12 @@ from attention.spec import AttentionSpec
 from attention.transport.region_tables import (
     VERSION,
     Bound,
+    CopyRange,
     Descriptors,
     EngineTable,
     RankTable,
-    Segment,
     bind,
     check_fingerprints,
-    merged,
     plan,
 )
 
@@ -94,7 +93,7 @@ class Whole:
         return Rank(made, found, RankTable(number, "cpu", tuple(b.region for b in found), {}))
 
 
-def run(segments: Sequence[Segment], local: RankTable, sources: Sequence[RankTable], here: Any, there: Any) -> int:
+def run(segments: Sequence[CopyRange], local: RankTable, sources: Sequence[RankTable], here: Any, there: Any) -> int:
     """What NIXL does with the descriptors, address by address; returns how many there were."""
     count = 0
     for source in sources:
@@ -133,7 +132,7 @@ def check(
     joint: bool,
     here: Sequence[int],
     there: Sequence[int],
-    segments_of: Callable[..., Sequence[Segment]] = merged,
+    segments_of: Callable[..., Sequence[CopyRange]] = lambda segments, local, tables: segments,
 ) -> list[int]:
     """All readers of d ranks from p ranks are exact and nothing of the sources changes; descriptors of each."""
     heads = whole.raw.shape[3]
@@ -158,18 +157,16 @@ HERE, THERE = (8, 1, 4), (2, 6, 3)
     ("heads", "p", "d"), [(4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 1, 4), (4, 4, 2), (2, 4, 8), (2, 8, 1), (6, 2, 3)]
 )
 def test_exact_between_any_two_sizes(heads: int, p: int, d: int, dtype: torch.dtype) -> None:
-    """Two descriptors a block and layer where sizes differ, one where they are equal; replicated heads too."""
+    """Two descriptors a block and layer, of keys and of values; replicated heads too."""
     whole = Whole(heads, 8, dtype)
-    counts = check(whole, p, d, "HND", True, HERE, THERE)
     owners = [len({h * min(p, heads) // heads for h in heads_of(heads, d, r)}) for r in range(d)]
-    per_block = 1 if min(p, heads) == min(d, heads) else 2
-    assert counts == [3 * 2 * per_block * n for n in owners]
-    assert check(whole, p, d, "HND", False, HERE, THERE) == [3 * 2 * 2 * n for n in owners]  # tensors of their own
+    for joint in (True, False):
+        assert check(whole, p, d, "HND", joint, HERE, THERE) == [3 * 2 * 2 * n for n in owners]
 
 
 def test_nhd_between_equal_sizes_only() -> None:
     whole = Whole(4, 8, torch.bfloat16)
-    assert check(whole, 2, 2, "NHD", True, HERE, THERE) == [6, 6]
+    assert check(whole, 2, 2, "NHD", True, HERE, THERE) == [12, 12]
     for p, d in ((1, 2), (2, 1)):
         with pytest.raises(HandoffMismatchError, match=r'NHD pages of heads .* kv_cache_layout="HND"'):
             check(whole, p, d, "NHD", True, HERE, THERE)
@@ -216,8 +213,6 @@ def test_any_ranges_any_blocks(data: st.DataObject) -> None:
     reader = whole.rank(data.draw(st.integers(0, 3)), own, joint=joint, pages=PAGES + 2, full=False)
     segments = plan(reader.table, tables)
     assert sum(s.length for s in segments) == sum(b.region.block_bytes for b in reader.bounds)
-    if data.draw(st.booleans()):
-        segments = merged(segments, reader.table, tables)
     run(segments, reader.table, tables, {"target": here}, {"target": there})
     assert exact(reader, expected(whole, reader, own, "HND", here, there))
 
@@ -271,7 +266,7 @@ def test_half_a_block_of_keys_and_values_is_caught() -> None:
 
     def halves(segments: Any, local: Any, sources: Any) -> Any:
         block, rank = local.regions[0].block_stride, local.rank
-        return [Segment(0, 2 * layer, rank * block, 2 * layer, 0, block) for layer in range(2)]
+        return [CopyRange(0, 2 * layer, rank * block, 2 * layer, 0, block) for layer in range(2)]
 
     with pytest.raises(AssertionError):
         check(Whole(4, 8, torch.bfloat16), 1, 2, "HND", True, HERE, THERE, halves)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup, read
+from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup, read
 from drafters.errors import HeadLoadError
 
 CONFIG = {"a": 3, "deep": {"a": 3, "b": 2.0, "none": None}, "flag": True, "text": "x"}
@@ -19,10 +19,10 @@ def test_dotted_keys_are_looked_up_and_null_is_absent() -> None:
 
 
 def test_a_field_names_every_key_that_gave_it() -> None:
-    assert read(CONFIG, "a", int) == Field("a", 3, "config a")
-    assert read(CONFIG, "x", int, "a", "deep.a", "missing") == Field("x", 3, "config a, deep.a")
+    assert read(CONFIG, "a", int) == ResolvedField("a", 3, "config a")
+    assert read(CONFIG, "x", int, "a", "deep.a", "missing") == ResolvedField("x", 3, "config a, deep.a")
     assert read(CONFIG, "x", float, "a").value == 3.0
-    assert read(CONFIG, "x", int, default=7, default_source="a rule") == Field("x", 7, "a rule")
+    assert read(CONFIG, "x", int, default=7, default_source="a rule") == ResolvedField("x", 7, "a rule")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_field_that_cannot_be_resolved_is_refused(name: str, kind: type, keys:
 @pytest.mark.parametrize("present", [True, False])
 def test_a_tensor_decides_and_a_flag_must_agree(present: bool) -> None:
     field = by_presence({"flag": present}, "norm", "norm.weight", present, "flag", "absent")
-    assert field == Field("norm", present, f"norm.weight {'present' if present else 'absent'}")
+    assert field == ResolvedField("norm", present, f"norm.weight {'present' if present else 'absent'}")
     with pytest.raises(HeadLoadError, match=f"says flag = {not present}, but the checkpoint has.* norm.weight"):
         by_presence({"flag": not present}, "norm", "norm.weight", present, "flag")
 
@@ -60,7 +60,10 @@ def test_all_tensors_that_differ_are_named_at_once() -> None:
 
 
 def test_a_report_lists_every_field_with_its_source() -> None:
-    fields: tuple[Any, ...] = (Field("taps", (1, 2), "config taps"), Field("norm", True, "norm.weight present"))
+    fields: tuple[Any, ...] = (
+        ResolvedField("taps", (1, 2), "config taps"),
+        ResolvedField("norm", True, "norm.weight present"),
+    )
     lines = str(HeadReport(Path("head"), "SafeAILab", fields, 1_500_000)).splitlines()
     assert lines[0] == "head: SafeAILab, 1.50 M parameters"
     assert [line.split() for line in lines[1:]] == [

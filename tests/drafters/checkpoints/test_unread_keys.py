@@ -10,7 +10,7 @@ import torch
 
 from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import UNKNOWN
-from drafters.eagle3.checkpoint import describe_eagle3
+from drafters.eagle3.checkpoint import describe_eagle
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError
 from tests.head_layouts import LAYERS, Layout, specforge, speculators_llama, target
@@ -39,7 +39,7 @@ def facts() -> TargetFacts:
 
 def reported(folder: Path, facts: TargetFacts, layout: Layout, **config: Any) -> dict[str, Any]:
     """Fields of a head whose config.json has these keys more, by name."""
-    return {field.name: field.value for field in describe_eagle3(layout.write(folder, **config), facts).fields}
+    return {field.name: field.value for field in describe_eagle(layout.write(folder, **config), facts).fields}
 
 
 @pytest.mark.parametrize("keys", [GEMMA, GPT_OSS, QWEN_VL, MINICPM, DEEPSEEK, MODELOPT])
@@ -82,9 +82,9 @@ def test_keys_that_would_change_the_head_are_refused(
 ) -> None:
     folder = specforge().write(tmp_path, **config)
     with pytest.raises(HeadLoadError, match=words):
-        describe_eagle3(folder, facts)
+        describe_eagle(folder, facts)
     chosen = {"aux_layers": [1, 4, 7], "additional_fc": False, "use_aux_hidden_state": None, "hidden_activation": None}
-    report = describe_eagle3(folder, facts, Eagle3Overrides.of(chosen))
+    report = describe_eagle(folder, facts, Eagle3Overrides.of(chosen))
     assert {field.name: field.value for field in report.fields}["aux_layers"] == (1, 4, 7)
 
 

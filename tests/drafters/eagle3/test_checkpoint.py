@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, TargetFacts
-from drafters.eagle3.checkpoint import describe_eagle3, load_eagle3, save_eagle3
+from drafters.eagle3.checkpoint import describe_eagle, load_eagle, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec
@@ -61,7 +61,7 @@ def make_head(spec: Eagle3Spec = SPEC) -> Eagle3Head:
 
 
 def load(folder: Path, target: TargetFacts | None = None, **choices: Any) -> Eagle3Head:
-    return load_eagle3(folder, target or facts(), torch.float32, "cpu", Eagle3Overrides(**choices))
+    return load_eagle(folder, target or facts(), torch.float32, "cpu", Eagle3Overrides(**choices))
 
 
 def edit(folder: Path, change: Edit) -> Path:
@@ -110,7 +110,7 @@ def test_dtype_is_cast_once_and_maps_stay_integers(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["fc.weight"].dtype == torch.float16
     assert stored["d2t"].dtype == torch.int64 and stored["t2d"].dtype == torch.bool
-    head = load_eagle3(tmp_path, facts(), torch.bfloat16, "cpu")
+    head = load_eagle(tmp_path, facts(), torch.bfloat16, "cpu")
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
     assert head.target_ids.dtype == torch.int64 and head.rotary.frequencies.dtype == torch.float32
 
@@ -120,7 +120,7 @@ def test_safeailab_layout_uses_its_defaults_not_the_targets(tmp_path: Path) -> N
     again = load(safeailab(save_eagle3(head, tmp_path)))
     assert again.spec == SPEC  # aux layers 2, N//2, N-3; rope_theta 10000; pre-norm feedback
     assert torch.equal(again.fc.weight, head.fc.weight)
-    report = describe_eagle3(tmp_path, facts())
+    report = describe_eagle(tmp_path, facts())
     assert report.layout == "EAGLE-3, SafeAILab layout"
     sources = {field.name: field.source for field in report.fields}
     assert sources["aux_layers"] == "default 2, N//2, N-3"
@@ -178,7 +178,7 @@ def test_users_choices_win_and_are_reported(tmp_path: Path) -> None:
     save_eagle3(make_head(), tmp_path)
     head = load(tmp_path, aux_layers=(1, 2, 3), feedback="post_norm")
     assert head.aux_layers == (1, 2, 3) and head.spec.feedback == "post_norm"
-    text = str(describe_eagle3(tmp_path, facts(), Eagle3Overrides(aux_layers=(1, 2, 3))))
+    text = str(describe_eagle(tmp_path, facts(), Eagle3Overrides(aux_layers=(1, 2, 3))))
     assert "(1, 2, 3)" in text and "chosen by the user" in text
 
 
@@ -188,7 +188,7 @@ def test_a_head_on_the_last_state_has_no_fc(tmp_path: Path) -> None:
 
 
 def test_report_names_every_field_of_the_spec(tmp_path: Path) -> None:
-    report = describe_eagle3(save_eagle3(make_head(), tmp_path), facts())
+    report = describe_eagle(save_eagle3(make_head(), tmp_path), facts())
     assert {field.name for field in report.fields} == set(SPEC.__dataclass_fields__)
     assert report.num_parameters == sum(p.numel() for p in make_head().parameters())
     assert "fc.bias absent" in str(report)
@@ -284,7 +284,6 @@ OTHER_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     ),
     "P-EAGLE": ({}, {"mask_hidden": (1, 4)}),
     "DFlash": ({"dflash_config": {}}, {}),
-    "EAGLE-1/2": ({}, {"fc.weight": (4, 8), "layers.0.self_attn.q_proj.weight": (4, 4)}),
     "multi-head latent": ({}, {"midlayer.self_attn.kv_a_proj_with_mqa.weight": (4, 8)}),
     "Qwen-style MTP": ({}, {"mtp.fc.weight": (4, 8)}),
     "DeepSeek-style MTP": ({}, {"model.layers.61.eh_proj.weight": (4, 8)}),
@@ -308,7 +307,7 @@ def test_missing_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(HeadLoadError, match="no folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(HeadLoadError, match="hub gave no model"):
-        load_eagle3("someone/no-such-head", facts(), torch.float32, "cpu")
+        load_eagle("someone/no-such-head", facts(), torch.float32, "cpu")
     with pytest.raises(HeadLoadError, match=r"no config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -335,14 +334,14 @@ def test_a_name_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
     save_eagle3(make_head(), tmp_path)
     asked: list[str] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
-    assert load_eagle3("someone/some-head", facts(), torch.float32, "cpu").spec == SPEC
+    assert load_eagle("someone/some-head", facts(), torch.float32, "cpu").spec == SPEC
     assert asked == ["someone/some-head"]
 
 
 def test_describing_needs_no_weights_of_the_target(tmp_path: Path) -> None:
     save_eagle3(make_head(), tmp_path)
     nothing = torch.empty(40, 16, device="meta")
-    assert "default, theta 10000" in str(describe_eagle3(tmp_path, TargetFacts(16, 40, 8, nothing, nothing)))
+    assert "default, theta 10000" in str(describe_eagle(tmp_path, TargetFacts(16, 40, 8, nothing, nothing)))
 
 
 @pytest.mark.parametrize("size", [10**12, 2**63, 2**200, -1, 0])

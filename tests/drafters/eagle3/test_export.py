@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, TargetFacts
-from drafters.eagle3.checkpoint import load_eagle3
+from drafters.eagle3.checkpoint import load_eagle
 from drafters.eagle3.export import ExportLayout, Verifier, export_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
@@ -89,7 +89,7 @@ CASES += [("specforge", name, spec) for name, spec in SPECFORGE_ONLY.items()]
 def test_an_exported_head_is_read_back(layout: ExportLayout, name: str, spec: Eagle3Spec, tmp_path: Path) -> None:
     head = make_head(spec)
     folder = export(head, tmp_path, layout, with_target_tensors=False)
-    again = load_eagle3(folder, facts(spec), torch.float32, "cpu")
+    again = load_eagle(folder, facts(spec), torch.float32, "cpu")
     assert again.spec == replace(spec, rope=again.spec.rope) and str(again.spec.rope) == str(spec.rope)
     assert again.target_ids.tolist() == head.target_ids.tolist()
     assert again.state_dict().keys() == head.state_dict().keys()
@@ -105,7 +105,7 @@ def test_a_speculators_folder_brings_the_targets_tensors(tmp_path: Path) -> None
     assert torch.equal(stored["lm_head.weight"], facts(WHOLE).lm_head.bfloat16())
     assert "d2t" not in stored and "t2d" not in stored
     nothing = replace(facts(WHOLE), embedding=torch.zeros(40, 16), lm_head=torch.zeros(40, 16))
-    again = load_eagle3(tmp_path, nothing, torch.float32, "cpu")
+    again = load_eagle(tmp_path, nothing, torch.float32, "cpu")
     assert again.spec.own_embed and again.spec.own_lm_head
     assert float((said(again) - said(head)).abs().max()) < 0.1 * float(said(head).abs().max())
 

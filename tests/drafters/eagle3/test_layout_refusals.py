@@ -14,7 +14,8 @@ import transformers
 
 from drafters.base import TargetFacts
 from drafters.checkpoints.tensor_files import locate
-from drafters.eagle3.family import describe_eagle, load_eagle, target_of
+from drafters.eagle3.checkpoint import describe_eagle, load_eagle
+from drafters.eagle3.family import target_of
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError, HeadMismatchError
 from specdec.loading.heads import target_facts

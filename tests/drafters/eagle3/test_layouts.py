@@ -128,7 +128,7 @@ def swapped_fc(head: Any) -> None:
     head.fc.weight.copy_(head.fc.weight.roll(head.fc.weight.shape[1] // 2, dims=1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "defect"),
     [

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafters.base import FINAL_NORM, TargetFacts
-from drafters.eagle3.checkpoint import describe_eagle3, load_eagle3
+from drafters.eagle3.checkpoint import describe_eagle, load_eagle
 from drafters.eagle3.head import Eagle3Head
 from drafters.errors import HeadLoadError
 
@@ -103,7 +103,7 @@ def target() -> TargetFacts:
 
 
 def load(folder: Path, *overrides: Any) -> Eagle3Head:
-    return load_eagle3(folder, target(), torch.float32, "cpu", *overrides)
+    return load_eagle(folder, target(), torch.float32, "cpu", *overrides)
 
 
 def same(a: Eagle3Head, b: Eagle3Head) -> bool:
@@ -113,7 +113,7 @@ def same(a: Eagle3Head, b: Eagle3Head) -> bool:
 
 
 def sources(folder: Path, *overrides: Any) -> dict[str, str]:
-    return {field.name: field.source for field in describe_eagle3(folder, target(), *overrides).fields}
+    return {field.name: field.source for field in describe_eagle(folder, target(), *overrides).fields}
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_stray_rotary_buffers_are_left_out_by_name(names: tuple[str, ...], plain
     stray = {name: torch.full((DIM // 2,), 7.0) for name in names}
     folder = write(tmp_path / "head", SAFEAILAB, eagle3_tensors() | stray)
     assert same(load(folder), plain)
-    text = str(describe_eagle3(folder, target()))
+    text = str(describe_eagle(folder, target()))
     assert all(name in text for name in names) and "rotary buffers: they follow from the configuration" in text
     with pytest.raises(HeadLoadError, match=r"unknown: midlayer\.self_attn\.rotary_emb\.weight"):
         load(

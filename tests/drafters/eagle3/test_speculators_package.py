@@ -19,15 +19,15 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from drafters.base import TargetFacts
-from drafters.eagle3.checkpoint import load_eagle3
+from drafters.eagle3.checkpoint import load_eagle
 from drafters.eagle3.export import Verifier, export_eagle3
 from drafters.eagle3.formats import target_named_by
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.unroll import unroll
 from specdec import SamplingParams
-from specdec.loading.builtin import builtin_path
 from specdec.loading.heads import outline_target
+from specdec.loading.names import builtin_path
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
 WRITTEN = sorted(path.name for path in (FILES / "written").iterdir())
@@ -43,7 +43,7 @@ def target() -> LlamaForCausalLM:
 
 def load(folder: Path, target: LlamaForCausalLM, **overrides: Any) -> Eagle3Head:
     facts = TargetFacts(32, 96, 8, target.get_input_embeddings().weight, target.lm_head.weight)
-    return load_eagle3(folder, facts, torch.float32, "cpu", Eagle3Overrides.of(overrides))
+    return load_eagle(folder, facts, torch.float32, "cpu", Eagle3Overrides.of(overrides))
 
 
 def errors(head: Eagle3Head, folder: Path) -> list[float]:
@@ -173,7 +173,7 @@ def trained() -> LlamaForCausalLM:
 
 def test_the_trained_head_that_the_package_read_is_what_is_exported_today(tmp_path: Path) -> None:
     facts = outline_target("gsm-llama").facts
-    head = load_eagle3(builtin_path("gsm-llama-eagle3"), facts, torch.float32, "cpu")
+    head = load_eagle(builtin_path("gsm-llama-eagle3"), facts, torch.float32, "cpu")
     export_eagle3(head, tmp_path, "speculators", verifier=Verifier("gsm-llama", ()), dtype=torch.float16)
     digest = fixture_module().digest
     tensors = load_file(tmp_path / "model.safetensors")
@@ -185,7 +185,7 @@ def test_the_trained_head_that_the_package_read_is_what_is_exported_today(tmp_pa
 def test_the_trained_head_says_and_drafts_what_the_package_read_from_its_export(trained: LlamaForCausalLM) -> None:
     said = load_file(FILES / "built-in" / "expected.safetensors")
     facts = TargetFacts(256, 2048, 8, trained.get_input_embeddings().weight, trained.lm_head.weight)
-    head = load_eagle3(builtin_path("gsm-llama-eagle3"), facts, torch.float32, "cpu")
+    head = load_eagle(builtin_path("gsm-llama-eagle3"), facts, torch.float32, "cpu")
     with torch.no_grad():
         states = trained(said["text"][None], output_hidden_states=True).hidden_states
         aux = torch.cat([states[layer] for layer in (2, 4, 5)], dim=-1)

@@ -21,9 +21,8 @@ from drafters.base import FINAL_NORM, TargetFacts
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.layouts import Layout as Family
 from drafters.checkpoints.layouts import detect
-from drafters.eagle3.checkpoint import describe_eagle3
-from drafters.eagle3.family import describe_eagle, load_eagle
-from drafters.eagle3.layout import TargetSizes, resolve_spec
+from drafters.eagle3.checkpoint import describe_eagle, load_eagle
+from drafters.eagle3.layout import resolve_spec
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.mtp.checkpoint import load_mtp
@@ -41,6 +40,9 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 @pytest.fixture(scope="module")
 def facts() -> TargetFacts:
     return target_facts(probe_target(target()))
+
+
+SIZES = TargetFacts(4096, 128256, 32, torch.empty(0), torch.empty(0))
 
 
 def load(folder: Path, facts: TargetFacts, **overrides: Any) -> Any:
@@ -76,7 +78,7 @@ def test_1_nested_ids_of_a_deepseek_target(tmp_path: Path, facts: TargetFacts) -
     def layers(ids: list[int], model_type: str, **more: Any) -> Any:
         nested = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}}
         folder = specforge().write(tmp_path, **nested, **more)
-        report = describe_eagle3(folder, replace(facts, model_type=model_type))
+        report = describe_eagle(folder, replace(facts, model_type=model_type))
         return next(field for field in report.fields if field.name == "aux_layers")
 
     for model_type in ("", "llama", "qwen3_moe"):
@@ -283,7 +285,7 @@ def test_19_values_that_the_class_leaves_out(tmp_path: Path, facts: TargetFacts)
     named = {"fc.weight": (4096, 3 * 4096), "lm_head.weight": (12, 4096), "norm.weight": (4096,)}
     named |= {name.replace("layers.0.", "midlayer."): shape for name, shape in shapes.items()}
     named |= {"midlayer.input_layernorm.weight": (4096,)}
-    spec, fields = resolve_spec(config, named, TargetSizes(4096, 128256, 32), Eagle3Overrides())
+    spec, fields = resolve_spec(config, named, SIZES, Eagle3Overrides())
     assert (spec.hidden_size, spec.num_heads, spec.head_dim, spec.rms_norm_eps) == (4096, 32, 128, 1e-6)
     assert spec.aux_layers == (2, 16, 29)
     sources = {field.name: field.source for field in fields}
@@ -295,7 +297,10 @@ def test_19_values_that_the_class_leaves_out(tmp_path: Path, facts: TargetFacts)
         HeadLoadError, match=r"use_qk_norm = True, but the checkpoint has no midlayer\.self_attn\.q_norm"
     ):
         resolve_spec(
-            config | {"transformer_layer_config": qwen}, named, TargetSizes(4096, 128256, 32), Eagle3Overrides()
+            config | {"transformer_layer_config": qwen},
+            named,
+            SIZES,
+            Eagle3Overrides(),
         )
 
 

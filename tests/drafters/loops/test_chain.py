@@ -14,8 +14,9 @@ from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftingRows
-from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_arrays import ChainInputs, DevicePass, step_arrays
+from drafters.loops.chain import ChainLoop, DraftInputs
+from drafters.loops.prefill import DevicePass
+from drafters.loops.steps import step_arrays
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ class Rows:
                 last_row=torch.from_numpy(np.cumsum(lens) - 1),
                 metadata=staged(first),
             )
-            inputs = ChainInputs(prefill, tuple(staged(batch) for batch in steps.batches))
+            inputs = DraftInputs(None, 2, (prefill,), tuple(staged(batch) for batch in steps.batches))
             return ChainLoop(self.head).run(inputs, self.runner, aux_hidden_states[shuffled], greedy)
 
     def oracle(self, stop: list[int], num_drafts: list[int]) -> list[list[int]]:
@@ -106,11 +107,11 @@ def test_keeping_the_scratch_states_would_show() -> None:
 def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     rows = Rows(head_of("table"))
     first = rows_batch(np.array([0, 5]), np.array([0]), TABLE[:1], PAGE_SIZE)
-    empty = torch.empty(0, dtype=torch.long)
-    pass_ = DevicePass(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, metadata=staged(first))
+    last = torch.tensor([4])
+    pass_ = DevicePass(torch.tensor(rows.ids[0][1:6]), torch.arange(5), last, metadata=staged(first))
     with torch.no_grad():
         aux = rows.aux_hidden_states[0, :5]
-        draft = ChainLoop(rows.head).run(ChainInputs(pass_, ()), rows.runner, aux, greedy)
+        draft = ChainLoop(rows.head).run(DraftInputs(None, 0, (pass_,), ()), rows.runner, aux, greedy)
     assert draft.token_ids.shape == (0, 0) and draft.probs is None
     written = rows.runner.layers[0].keys[TABLE[0, :2].tolist()].flatten(0, 1).abs().sum((1, 2)) > 0
     assert written.tolist() == [True] * 5 + [False] * 3

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_arrays import ChainInputs
-from drafters.loops.chain_passes import HeadPasses
+from drafters.loops.chain import ChainLoop, DraftInputs
+from drafters.loops.head_passes import HeadPasses
 
 
 class Head:
@@ -52,7 +51,7 @@ def test_each_step_feeds_the_draft_before_and_the_heads_feedback() -> None:
     )
     steps: Any = [SimpleNamespace(positions=f"step {n}") for n in (2, 3)]
     aux = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    draft = ChainLoop(head).run(ChainInputs(prefill, steps), runner, aux, choose)
+    draft = ChainLoop(head).run(DraftInputs(None, 2, (prefill,), steps), runner, aux, choose)
     assert head.calls == [
         ([1, 2, 3], [2, 6, 8], "prefill"),
         ([60, 61], [1008, 1009], "step 2"),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import drafters.loops.modules
+import drafters.loops.chain
 from drafters.loops.base import LoopSize
-from drafters.loops.modules import ModuleLoop, draft_modules, module_prefill
+from drafters.loops.chain import DraftInputs, ModuleLoop, run_prefill, run_steps
 
 Call = tuple[int, list[int], list[float], list[int], Any]
 """Module, token ids, what it is fed, positions, and what serves its attention."""
@@ -22,8 +22,13 @@ class Module:
     Vectors are one number: `feedback` adds 100·(m+1), the n-th call gives 1000·n, 1000·n + 1, …
     """
 
+    hidden_size = 1
+
     def __init__(self, number: int, calls: list[Call]) -> None:
         self.number, self.calls = number, calls
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        return aux
 
     def feedback(self, x: torch.Tensor) -> torch.Tensor:
         return x + 100 * (self.number + 1)
@@ -42,18 +47,9 @@ class Module:
 class Stack:
     """M modules that write into one list of calls."""
 
-    hidden_size = 1
-
     def __init__(self, num_modules: int) -> None:
         self.calls: list[Call] = []
-        self.num_modules = num_modules
-        self._modules = [Module(m, self.calls) for m in range(num_modules)]
-
-    def module(self, step: int) -> Any:
-        return self._modules[step % self.num_modules]
-
-    def passes(self, num_modules: int) -> Any:
-        raise AssertionError("rounds from graphs alone ask for them")
+        self.modules: Any = [Module(m, self.calls) for m in range(num_modules)]
 
 
 class Choices:
@@ -72,7 +68,7 @@ RUNNER: Any = SimpleNamespace(plan=lambda metadata: metadata.name)
 
 @pytest.fixture(autouse=True)
 def named_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters.loops.modules, "paged_attend", lambda runner, plan, layer: (plan, layer))
+    monkeypatch.setattr(drafters.loops.chain, "paged_attend", lambda runner, plan, layer: (plan, layer))
 
 
 def metadata(name: str, positions: list[int] | None = None) -> Any:
@@ -88,7 +84,8 @@ def test_a_step_begins_with_the_module_befores_last_true_row_while_laps_are_new(
     """Two modules, two requests, four drafts: the third by module 0 again, the fourth in the second lap."""
     stack, choose = Stack(2), Choices()
     last = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
-    draft = draft_modules(stack, RUNNER, last, [metadata(f"step {s}", [s]) for s in (1, 2, 3)], choose)
+    steps = tuple(metadata(f"step {s}", [s]) for s in (1, 2, 3))
+    draft = run_steps(stack.modules, RUNNER, tuple(last), DraftInputs(None, 2, (), steps), choose)
     assert stack.calls == [
         (1, [510, 511], [101, 102], [1], ("step 1", 1)),
         (0, [510, 520, 511, 521], [203, 1200, 204, 1201], [2], ("step 2", 0)),
@@ -107,7 +104,7 @@ def test_the_draft_prefill_feeds_each_module_the_one_before_and_what_is_carried(
         module_pass("second", [8, 9], [0, 1], [1]),
         module_pass("third", [9], [2], [0]),
     ]
-    last = module_prefill(stack, RUNNER, aux, passes, carried)
+    last = torch.stack(run_prefill(stack.modules, RUNNER, aux, passes, carried))
     assert stack.calls == [
         (0, [4, 8], [5, 7], None, ("first", 0)),
         (1, [8, 9], [131, 1100], None, ("second", 1)),
@@ -120,14 +117,14 @@ def test_a_request_that_is_too_short_for_a_module_carries_on_what_it_had() -> No
     stack = Stack(3)
     passes = [module_pass("first", [4], [0], [0]), *(module_pass(name, [], [], [0]) for name in ("second", "third"))]
     carried = torch.tensor([[[31.0]], [[32.0]], [[33.0]]])
-    last = module_prefill(stack, RUNNER, torch.tensor([[5.0]]), passes, carried)
+    last = torch.stack(run_prefill(stack.modules, RUNNER, torch.tensor([[5.0]]), passes, carried))
     assert last[:, :, 0].tolist() == [[1000], [32], [33]] and len(stack.calls) == 1
 
 
 def test_vectors_are_carried_by_the_row_of_the_request() -> None:
     """Two rounds of rows 2 and 0, then one of row 0 alone: it finds its own."""
     stack, choose = Stack(2), Choices()
-    loop = ModuleLoop(stack, LoopSize(3, 8, 1, 4))
+    loop = ModuleLoop(stack.modules, LoopSize(3, 8, 1, 4))
     aux = torch.tensor([[5.0], [6.0]])
 
     def run(rows: list[int], sources: list[int]) -> None:
@@ -146,4 +143,4 @@ def test_vectors_are_carried_by_the_row_of_the_request() -> None:
 
 
 def test_modules_that_no_draft_comes_from_are_not_run() -> None:
-    assert [ModuleLoop(Stack(3), LoopSize(1, 8, 1, k)).num_following for k in (2, 3, 7)] == [2, 3, 3]
+    assert [ModuleLoop(Stack(3).modules, LoopSize(1, 8, 1, k)).num_following for k in (2, 3, 7)] == [2, 3, 3]

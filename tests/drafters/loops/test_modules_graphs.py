@@ -15,15 +15,15 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts
 from torch._dynamo.backends.debugging import aot_eager
 
-import drafters.loops.module_arrays
+import drafters.loops.prefill
 import specdec.execution.ragged
 import specdec.rounds.fixed
 from attention.batch.host import HostBatch
 from drafters.loops.base import CarriedRows, FixedPrefill
-from drafters.loops.module_arrays import rows_before, shifted_batch
-from drafters.loops.module_passes import FixedModules
+from drafters.loops.fixed_forms import FixedModules
+from drafters.loops.prefill import rows_before, shifted_batch
 from specdec.compiler.compiling import compiler_settings
-from specdec.engine.launcher import Lookahead
+from specdec.engine.launcher import Launcher
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill
 from specdec.model import SpeculativeModel
@@ -81,25 +81,20 @@ def check(build: Make, name: str, modules: int, prompts: list[list[int]], params
     return graphed
 
 
-def slow(*values: Any) -> Any:
-    """A parameter that `make test-quick` leaves out."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def long(*values: Any) -> Any:
     """A parameter that `make test` leaves out."""
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-SLOW_PAIRS = [("mimo", 2, 1, 1), ("mimo", 3, 2, 1), ("ernie", 4, 5, 4)]
-"""One draft; fewer than modules; more than modules, so that the last one reads its own output."""
-LONG_PAIRS = [("mimo", 3, 5, 4), ("ernie", 4, 3, 1)]
+PAIRS = [("mimo", 3, 2, 1), ("ernie", 4, 5, 4)]
+"""Fewer drafts than modules; more than modules, so that the last one reads its own output."""
+LONG_PAIRS = [("mimo", 2, 1, 1), ("mimo", 3, 5, 4), ("ernie", 4, 3, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules", "drafts", "page_size"),
-    [("mimo", 2, 3, 4), *(slow(*pair) for pair in SLOW_PAIRS), *(long(*pair) for pair in LONG_PAIRS)],
+    [("mimo", 2, 3, 4), *PAIRS, *(long(*pair) for pair in LONG_PAIRS)],
 )
 def test_tokens_and_drafts_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -112,8 +107,8 @@ def test_tokens_and_drafts_are_those_of_eager_rounds(
 ) -> None:
     """Rows that join and leave, prompts in chunks and shorter than the modules are many, few drafts at the end."""
     ahead: list[Any] = []
-    before_commit = Lookahead.before_commit
-    monkeypatch.setattr(Lookahead, "before_commit", lambda *args: (ahead.append(before_commit(*args)), ahead[-1])[1])
+    before_commit = Launcher.before_commit
+    monkeypatch.setattr(Launcher, "before_commit", lambda *args: (ahead.append(before_commit(*args)), ahead[-1])[1])
     prefills = count_calls(monkeypatch, FixedModules, "prefill")
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     lengths = (40, 14, 45, 3, 20, 9) if modules == 4 else (24, 10, 27, 3, 14, 7)
@@ -150,7 +145,7 @@ def test_pages_of_other_requests(
     drafted = compared(graphed, SHARED, again)
     assert drafted and [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
     assert graphed.engine_stats.cached_tokens > 100
-    monkeypatch.setattr(drafters.loops.module_arrays, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
+    monkeypatch.setattr(drafters.loops.prefill, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
     graphed.refresh()
     assert any(ours != oracle for ours, oracle in compared(graphed, SHARED, graphed.generate(SHARED, GREEDY)))
 
@@ -239,8 +234,8 @@ def test_modules_are_traced_without_a_break(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As compiled graphs with fused siblings in every module: prefill and steps share their code (float32)."""
-    sizes = {"num_speculative_tokens": 4, "max_num_seqs": 3}
-    expected = make("mimo", 2, **sizes).generate(PROMPTS, GREEDY)
+    sizes, prompts = {"num_speculative_tokens": 3, "max_num_seqs": 2}, PROMPTS[:3]
+    expected = make("mimo", 2, **sizes).generate(prompts, GREEDY)
     traced: list[Any] = []
     compiler = torch.compile
 
@@ -252,13 +247,15 @@ def test_modules_are_traced_without_a_break(
     graphed = with_graphs(make, "mimo", 2, **sizes)
     assert len(traced) <= 9  # the target, and of the modules what is new for one row, or for tokens of one step
     with compiler_settings():  # a real replay compiles nothing anew
-        completions = graphed.generate(PROMPTS, GREEDY)
+        completions = graphed.generate(prompts, GREEDY)
     assert found(completions) == found(expected)
     assert graphed.engine.executor.report.fused_groups == 2 * 4 + 2 * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drawn", "planted"), [("probabilistic", False), ("probabilistic", True), ("greedy", True)])
+@pytest.mark.parametrize(
+    ("drawn", "planted"), [("probabilistic", False), long("probabilistic", True), long("greedy", True)]
+)
 def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -343,19 +340,19 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is carried is not updated": (FixedModules, "prefill", altered_prefill(_same, keep=True)),
     "what is carried is another module's": (FixedModules, "prefill", altered_prefill(_other_module)),
     "all requests carry in one place": (FixedModules, "prefill", altered_prefill(_one_slot)),
-    "rows read their own output": (drafters.loops.module_arrays, "rows_before", _row_itself),
-    "rows carry a neighbour's": (drafters.loops.module_arrays, "rows_before", _wrong_first),
+    "rows read their own output": (drafters.loops.prefill, "rows_before", _row_itself),
+    "rows carry a neighbour's": (drafters.loops.prefill, "rows_before", _wrong_first),
     "a pass stands where the one before does": (
-        drafters.loops.module_arrays,
+        drafters.loops.prefill,
         "shifted_batch",
         _not_shifted,
     ),
-    "rows that do not exist are the first ones": (drafters.loops.module_arrays, "shifted_batch", _not_split),
+    "rows that do not exist are the first ones": (drafters.loops.prefill, "shifted_batch", _not_split),
 }
 
 
-ALIKE = ("what is carried is another module's",)
-"""Much like another one."""
+SHOWN = ("what is carried is not updated", "rows that do not exist are the first ones")
+"""What `make test` plants: one defect of what is carried, one of where a pass stands."""
 
 
 def drafts_with(build: Make, modules: int = 3) -> list[tuple[Any, Any]]:
@@ -367,8 +364,7 @@ def drafts_with(build: Make, modules: int = 3) -> list[tuple[Any, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name == "what is carried is not updated" else slow(name) for name in PLANTED if name not in ALIKE]
-    + [long(name) for name in ALIKE],
+    [name if name in SHOWN else long(name) for name in PLANTED],
 )
 def test_a_planted_defect_shows_in_the_drafts(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -380,7 +376,7 @@ def test_a_planted_defect_shows_in_the_drafts(
     assert any(ours != oracle for ours, oracle in drafts_with(make))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stale_plan_of_a_later_pass_shows(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811

@@ -15,17 +15,16 @@ import torch
 from fakes import backend_of_ours, free_everywhere, launch_ahead, random_prompts, wrap
 from torch._dynamo.backends.debugging import aot_eager
 
+import attention.recurrence.functions
 import attention.recurrence.runner
-import specdec.loading.memory
-import specdec.loading.states
 from attention.recurrence.functions import REFERENCE
-from drafters.loops.chain_passes import MtpPasses
+from drafters.loops.head_passes import MtpPasses
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
-from specdec.ops.experts import using_capturable_experts
+from specdec.ops.mixtures.choice import using_capturable_experts
 from specdec.requests.sampling import SamplingParams
 from tests.drafters.loops.test_modules_engine import greedy_by_hand, make, rounds  # noqa: F401
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
@@ -41,7 +40,10 @@ def test_drafts_from_graphs(
     tiny_case: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    for module in (attention.recurrence.runner, specdec.loading.states):  # torch's functions may stand in these graphs
+    for module in (
+        attention.recurrence.runner,
+        attention.recurrence.functions,
+    ):
         monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
     case = tiny_case("nemotron_h", context=0.02)
     noise = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))

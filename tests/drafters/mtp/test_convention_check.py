@@ -28,7 +28,7 @@ from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.unroll import unroll
 from evals.data import arithmetic
 from specdec.cli.generate import generate
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.loading.tokenizers import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
@@ -76,7 +76,7 @@ def open_mtp(target: str | Path, **options: Any) -> SpeculativeModel:
 
 @pytest.mark.slow
 def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
-    found = compare_conventions(pair[1], *text, 3)
+    found = compare_conventions(pair[1].mtp_modules, *text, 3)
     assert [(c.option, c.other) for c in found] == [("mtp_concat", "hidden_first"), ("mtp_feedback", "pre_norm")]
     assert all(c.chosen_nats < c.other_nats < c.limit * 3 and not c.other_is_right for c in found)
     assert open_mtp("gsm-deepseek").head is not None
@@ -92,10 +92,10 @@ def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
 )
 def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     (head,) = load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")
-    check_convention(head, *text, 3)
+    check_convention(head.mtp_modules, *text, 3)
     head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
-        check_convention(head, *text, 3)
+        check_convention(head.mtp_modules, *text, 3)
 
 
 @pytest.mark.slow
@@ -105,11 +105,11 @@ def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, me
 def test_wrong_conventions_of_several_modules_are_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     """Three copies of the trained module: each reads its predecessor's state, as modules trained together do."""
     heads = [load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")[0] for _ in range(3)]
-    check_convention(MtpStack(heads), *text, 3)
+    check_convention(MtpStack(heads).mtp_modules, *text, 3)
     for head in heads:
         head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
-        check_convention(MtpStack(heads), *text, 3)
+        check_convention(MtpStack(heads).mtp_modules, *text, 3)
 
 
 @pytest.mark.slow
@@ -141,8 +141,14 @@ def test_the_command_line_passes_the_convention_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("std", [0.02, 0.5, 1.5])
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        pytest.param(name, std, marks=[pytest.mark.long] * (i % 3 != j))
+        for i, name in enumerate(FORMATS)
+        for j, std in enumerate((0.02, 0.5, 1.5))
+    ],
+)
 def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name, context=0.2)
     (head,) = load_mtp(case.write(tmp_path), mtp_target(case.model), torch.float32, "cpu")
@@ -197,7 +203,7 @@ def test_without_a_norm_or_a_second_draft_nothing_is_fed_back(tmp_path: Path, ti
     for name, num_drafts in (("ernie", 3), ("deepseek_v3", 1)):
         case = tiny_case(name)
         (head,) = load_mtp(case.write(tmp_path / name), mtp_target(case.model), torch.float32, "cpu")
-        assert [c.option for c in compare_conventions(head, ids, states, num_drafts)] == ["mtp_concat"]
+        assert [c.option for c in compare_conventions(head.mtp_modules, ids, states, num_drafts)] == ["mtp_concat"]
 
 
 def test_options_that_do_not_fit(tiny_case: Callable[..., Any]) -> None:

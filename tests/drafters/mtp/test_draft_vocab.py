@@ -11,7 +11,7 @@ from fakes import VOCAB, free_everywhere, launch_ahead, table_head, wrap
 
 from attention.errors import InvalidInputError
 from drafters.base import DraftsOnSome
-from drafters.loops import modules
+from drafters.loops import chain
 from drafters.mtp.convention_check import compare_conventions
 from drafters.mtp.head import MtpHead
 from tests.drafters.loops.test_modules_engine import make as make_modules  # noqa: F401
@@ -70,9 +70,9 @@ def test_the_convention_is_judged_on_the_whole_vocabulary(make: Make) -> None:  
     ids = torch.arange(40) % VOCAB
     with torch.no_grad():
         states = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
-    found = compare_conventions(head, ids, states, 3)
+    found = compare_conventions(head.mtp_modules, ids, states, 3)
     head.draft_on(SOME[:9])
-    assert len(found) == 2 and compare_conventions(head, ids, states, 3) == found
+    assert len(found) == 2 and compare_conventions(head.mtp_modules, ids, states, 3) == found
 
 
 @pytest.mark.parametrize("name", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
@@ -134,17 +134,17 @@ def test_drawn_drafts_of_several_modules_are_the_oracles(
     assert {draft for ours, _ in compared for draft in ours} <= set(SOME.tolist())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_draft_id_taken_for_a_target_id_is_seen(make_modules: Make, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Planted: the loop of several modules does not map the drafts after the first."""
     wrapped = several(make_modules)
     assert all(ours == oracle for ours, oracle in compared_of(wrapped))
-    plain = modules.draft_modules
+    plain = chain.run_steps
 
     def unmapped(*given: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MtpHead, "to_target_ids", lambda self, ids: ids)
             return plain(*given)
 
-    monkeypatch.setattr(modules, "draft_modules", unmapped)
+    monkeypatch.setattr(chain, "run_steps", unmapped)
     assert any(ours != oracle for ours, oracle in compared_of(wrapped))

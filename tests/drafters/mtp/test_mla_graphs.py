@@ -20,7 +20,7 @@ from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [pytest.param(False, marks=pytest.mark.long), True])
 def test_prompts_in_chunks_beside_verifications(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Callable[..., Any],  # noqa: F811

@@ -17,10 +17,10 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
-from drafters.loops.base import Draft
-from drafters.loops.chain_arrays import DevicePass
-from drafters.loops.module_arrays import module_batch, module_rows, module_step
-from drafters.loops.modules import draft_modules, module_prefill
+from drafters.loops.base import Draft, DraftingRows
+from drafters.loops.chain import DraftInputs, run_prefill, run_steps
+from drafters.loops.prefill import DevicePass, module_batch, module_rows
+from drafters.loops.steps import step_arrays
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
@@ -68,12 +68,12 @@ class Rows:
         for rows in module_rows(first, lens, self.stack.num_modules):
             own, sources, last = (torch.from_numpy(x) for x in (rows.tokens, rows.sources, rows.last_row))
             passes.append(DevicePass(tokens[own], sources, last, metadata=staged(module_batch(rows, TABLE, PAGE_SIZE))))
-        self.carried = module_prefill(self.stack, self.runner, aux_hidden_states[shuffled], passes, self.carried)
-        steps = [
-            staged(module_step(s, np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE, self.stack.num_modules))
-            for s in range(1, max(num_drafts))
-        ]
-        return draft_modules(self.stack, self.runner, self.carried, steps, greedy)
+        modules = self.stack.mtp_modules
+        last = run_prefill(modules, self.runner, aux_hidden_states[shuffled], passes, self.carried)
+        self.carried = torch.stack(last)
+        drafting = DraftingRows(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE)
+        steps = tuple(staged(batch) for batch in step_arrays(drafting, len(modules)).batches)
+        return run_steps(modules, self.runner, last, DraftInputs(None, 2, tuple(passes), steps), greedy)
 
     @torch.no_grad()
     def oracle(self, stop: list[int], num_drafts: list[int]) -> list[list[int]]:
@@ -103,8 +103,14 @@ def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[[str, int], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "modules"), [("deepseek_v3", 2), ("deepseek_v3", 3), ("mimo", 2), ("ernie", 4)])
-@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(SHORT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "modules", "rounds"),
+    [
+        pytest.param(*own, rounds, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, own in enumerate((("deepseek_v3", 2), ("deepseek_v3", 3), ("mimo", 2), ("ernie", 4)))
+        for j, rounds in enumerate((ROUNDS, SHORT))
+    ],
+)
 def test_rounds_over_the_caches_equal_full_recomputation(
     name: str, modules: int, rounds: Any, make: Callable[[str, int], Rows]
 ) -> None:
@@ -112,7 +118,7 @@ def test_rounds_over_the_caches_equal_full_recomputation(
     assert make(name, modules).wrong(rounds) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     """Planted: the second round's module 1 begins with the wrong vector."""
     rows = make("deepseek_v3", 2)
@@ -121,9 +127,9 @@ def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     assert rows.wrong(ROUNDS[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+    "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long), 2]
 )
 def test_a_zeroed_page_of_any_modules_layer_shows(module: int, make: Callable[[str, int], Rows]) -> None:
     """Planted: every module has a cache of its own that the drafts depend on."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from attention.errors import InvalidInputError
 from drafters.training.data import AnswerSet, answer_set, read_questions
 from drafters.training.objective import collate, epoch_order, held_out_batches, training_batches
-from drafters.training.train_config import TrainConfig
+from drafters.training.state import TrainConfig
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,7 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.training.files import MANIFEST, damage, whole_folder, write_file
-from drafters.training.state import Learner, Run, checkpoints, restore, save_checkpoint
-from drafters.training.train_config import TrainConfig
+from drafters.training.state import Learner, Run, TrainConfig, checkpoints, restore, save_checkpoint
 
 SPEC = Eagle3Spec(
     hidden_size=8,

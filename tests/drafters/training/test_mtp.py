@@ -23,12 +23,12 @@ from drafters.mtp.checkpoint import load_mtp, save_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.training.data import AnswerSet, answer_set
-from drafters.training.train_config import TrainConfig
+from drafters.training.state import TrainConfig
 from drafters.training.trainer import TrainResult
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.extensions.training.run_folder import locked
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep, without_times
+from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep
 from evals.errors import DataError, RunStoreError
-from evals.report import spec_bench
-from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
+from evals.runs.answers import write_spec_bench
+from evals.runs.conversations import Configuration, ModelSpec, Work, Worker, run_chunk
 from evals.runs.store import RunStore
 from specdec.errors import SpecdecWarning
+from tests.evals.documents import without_times
 
 
 def executor(plant: SimpleNamespace, **models: Any) -> Worker:
@@ -162,7 +163,7 @@ def test_second_turn_sees_the_models_own_first_answer(plant: SimpleNamespace) ->
     plain = model.complete
     model.complete = lambda prompt, params: asked.append(prompt) or plain(prompt, params)
     (answer,) = run_chunk(
-        {"main": model}, [Configuration("a", 0)], plant.questions(1, turns=2).questions, plant.asking()
+        {"main": model}, Work(0, plant.questions(1, turns=2).questions, (Configuration("a", 0),), plant.asking())
     )
     first = answer.turns[0].text
     assert asked[1] == f"<user>question 0 turn 0<assistant>{first}<user>question 0 turn 1<assistant>"
@@ -174,7 +175,7 @@ def test_arms_take_turns_at_being_first(plant: SimpleNamespace) -> None:
     plain = model.complete
     model.complete = lambda prompt, params: order.append(params.num_speculative_tokens) or plain(prompt, params)
     chunk = plant.questions(1).questions
-    answers = [run_chunk({"main": model}, sweep((1, 3)), chunk, plant.asking(), rotation=i) for i in range(3)]
+    answers = [run_chunk({"main": model}, Work(i, chunk, sweep((1, 3)), plant.asking())) for i in range(3)]
     assert order == [0, 1, 3, 1, 3, 0, 3, 0, 1]
     assert [[a.arm for a in row] for row in answers] == [[BASELINE, "K=1", "K=3"]] * 3
 
@@ -193,7 +194,7 @@ def test_spec_bench_and_eagle_formulas_give_the_same_numbers(plant: SimpleNamesp
     runner = executor(plant, main=plant.Model(overshoot=True))
     store = RunStore(tmp_path / "run", settings(plan, runner.facts()))
     document = run(runner, plan, store, lambda a: None)
-    paths = spec_bench.write(tmp_path / "files", list(store.answers.values()), "scripted")
+    paths = write_spec_bench(tmp_path / "files", list(store.answers.values()), "scripted")
     assert [path.name for path in paths] == ["target-alone.jsonl", "k-3.jsonl"]
     base, fast = ([json.loads(row) for row in path.read_text().splitlines()] for path in paths)
     tokenizer = plant.Tokenizer()

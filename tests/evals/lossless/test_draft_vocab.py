@@ -54,7 +54,7 @@ def test_samples_have_the_targets_distribution() -> None:
     assert fit.verdict is Verdict.PASS and 0.1 < fit.accepted / fit.drafts < 0.9, json.dumps(vars(fit), default=str)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_q_that_belongs_to_other_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: probabilities are spread to the tokens after those that were drafted."""
     plain = DraftVocab.scatter

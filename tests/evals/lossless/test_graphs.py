@@ -16,10 +16,9 @@ from fakes import backend_of_ours, launch_ahead
 
 from attention.checking import check_mode
 from evals.data.datasets import Question, load, render
-from evals.lossless.distribution import DistributionTest, NodesAt, sample
+from evals.lossless.distribution import DistributionTest, NodesAt, Place, Trial, sample, search
 from evals.lossless.evidence import Sampling, measure
 from evals.lossless.greedy import Replay
-from evals.lossless.places import Place, Trial, search
 from evals.lossless.verdicts import ConfigurationFit, exact_fit
 from evals.runs.conversations import Asking, Configuration, ModelSpec, Worker
 from evals.runs.verdict import Verdict
@@ -46,8 +45,6 @@ SEEN_IN = {
 }
 """The samples in which each defect is seen."""
 FEW = 200
-QUICKEST = "residual without q"
-"""The defect that `make test` plants."""
 
 
 def defect_of(name: str) -> str:
@@ -102,10 +99,10 @@ def hot_places(model: SpeculativeModel, replay: Replay) -> tuple[Place, ...]:
 
     wanted = Trial("hot", HOT, ("temperature 10 % too high", "temperature 10 % too low"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("evals.lossless.places.TEMPERATURES", (HOT.temperature,))
-        (chosen,) = search(answered, replay, short_questions(), 2, (wanted,)).chosen
-    assert len(chosen.places) == 2
-    return chosen.places
+        patched.setattr("evals.lossless.distribution.TEMPERATURES", (HOT.temperature,))
+        places = tuple(spot.place for spot in search(answered, replay, short_questions(), 2, (wanted,)).spots)
+    assert len(places) == 2
+    return places
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ def test_the_evaluation_passes_in_graphs(graphs_for_all: None) -> None:
 def test_sampled_rounds_from_graphs_have_the_targets_distribution(
     hot: Open, draft_sampling: str, samples: int | None
 ) -> None:
-    """On as many samples as the defects of `make test` are seen in, or every defect that such rounds can have."""
+    """On as many samples as the quickest defects are seen in, or every defect that such rounds can have."""
     every = max(n for name, n in SEEN_IN.items() if defect_of(name) == draft_sampling)
     found = hot.fit(draft_sampling, samples or every)
     assert found.verdict is Verdict.PASS, found
@@ -155,10 +152,10 @@ def test_sampled_rounds_from_graphs_have_the_targets_distribution(
     assert 0.2 < found.accepted / found.drafts < 0.8, "many drafts must be accepted, and many rejected"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("draft_sampling", "defect"),
-    [pytest.param(defect_of(name), name, marks=[pytest.mark.long] * (name != QUICKEST)) for name in DEFECTS],
+    [(defect_of(name), name) for name in DEFECTS],
 )
 def test_planted_defects_are_seen(hot: Open, draft_sampling: str, defect: str) -> None:
     with planted(defect):

@@ -13,7 +13,7 @@ from evals.acceptance.acceptance import sweep
 from evals.lossless import greedy as lossless
 from evals.lossless.greedy import Replay, compare_greedy, first_difference
 from evals.runs.answers import Answer
-from evals.runs.conversations import Configuration, ModelSpec, Worker, run_chunk
+from evals.runs.conversations import Configuration, ModelSpec, Work, Worker, run_chunk
 from evals.runs.verdict import Verdict
 
 
@@ -60,7 +60,7 @@ def compare(plant: SimpleNamespace, wrong: Any) -> dict[str, Any]:
     data, arms = plant.questions(4), sweep((2,))
     asking = plant.asking()
     asking = type(asking)(asking.params, templated=False)
-    answers = run_chunk({"main": model}, arms, data.questions, asking)
+    answers = run_chunk({"main": model}, Work(0, data.questions, arms, asking))
     kept = {arm.name: [a for a in answers if a.arm == arm.name] for arm in arms}
     return compare_greedy(executor, data, arms, kept, asking)
 
@@ -91,16 +91,17 @@ def test_the_third_best_token_is_no_near_tie_of_the_best_two(
     monkeypatch.setattr(Replay, "logits", lambda self, ids: logits)
     question = plant.questions(1).questions[0]
     worker = Worker({"main": ModelSpec("main")}, plant.loader({"main": GreedyModel(plant, None)}))
-    answers = run_chunk(worker.models, [Configuration("alone", 0)], [question], plant.asking())
-    case = (question, answers[0], lossless.Place(0, 0, alone=0, speculative=2))
-    (verdict,) = lossless.Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
+    answers = run_chunk(worker.models, Work(0, (question,), (Configuration("alone", 0),), plant.asking()))
+    case = (question, answers[0], lossless.Difference(0, 0, alone=0, speculative=2))
+    (verdict,) = lossless.judge(worker, Configuration("k", 2), plant.asking(), (case,))
     assert verdict.gap < 1e-4 and not verdict.allowed
 
 
 def test_an_answer_that_ends_early_differs_where_it_ends(plant: SimpleNamespace) -> None:
     long, short = (
         run_chunk(
-            {"main": plant.Model(length=n)}, [Configuration("a", 0)], plant.questions(1).questions, plant.asking()
+            {"main": plant.Model(length=n)},
+            Work(0, plant.questions(1).questions, (Configuration("a", 0),), plant.asking()),
         )[0]
         for n in (20, 12)
     )

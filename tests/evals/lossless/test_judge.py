@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evals.data.datasets import Question
-from evals.lossless.greedy import Judge, Place, Replay, compare_greedy, first_difference
+from evals.lossless.greedy import Difference, Replay, compare_greedy, first_difference, judge
 from evals.runs.answers import Answer, Turn
 from evals.runs.conversations import Configuration
 from evals.runs.verdict import Verdict
@@ -41,9 +41,9 @@ def test_the_judge_replays_what_stands_before_the_difference(
     wrong = [list(FIRST), list(SECOND)]
     wrong[turn][position] = 99
     place = first_difference(alone, answer(tuple(wrong[0]), tuple(wrong[1])))
-    assert place == Place(turn, position, (FIRST, SECOND)[turn][position], 99)
+    assert place == Difference(turn, position, (FIRST, SECOND)[turn][position], 99)
     question = Question("q", ("one?", "two?"))
-    (verdict,) = Judge(Configuration("k", 2), plant.asking(), ((question, alone, place),))(worker)
+    (verdict,) = judge(worker, Configuration("k", 2), plant.asking(), ((question, alone, place),))
     said = "<user>one?<assistant>" if turn == 0 else f"<user>one?<assistant>{alone.turns[0].text}<user>two?<assistant>"
     assert asked == [[*tokenizer(said)["input_ids"], *(FIRST, SECOND)[turn][:position]]]
     assert verdict.behind == 99 - place.alone and not verdict.allowed and verdict.gap == 1
@@ -58,9 +58,9 @@ def test_an_answer_that_went_on_where_the_other_ended_is_a_defect(
     model = SimpleNamespace(tokenizer=plant.Tokenizer(), hf_model=SimpleNamespace(dtype=torch.float32))
     worker: Any = SimpleNamespace(models={"main": model})
     place = first_difference(answer(FIRST), answer(FIRST[:3]))
-    assert place == Place(0, 3, FIRST[3], None)
+    assert place == Difference(0, 3, FIRST[3], None)
     case = (Question("q", ("one?",)), answer(FIRST), place)
-    (verdict,) = Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
+    (verdict,) = judge(worker, Configuration("k", 2), plant.asking(), (case,))
     assert asked[0][-3:] == list(FIRST[:3]) and verdict.behind == float("inf") and not verdict.allowed
 
 
@@ -76,8 +76,8 @@ def test_near_ties_in_half_precision_are_measured_by_the_best_logit(
         monkeypatch.setattr(Replay, "of", lambda model, logits=logits: SimpleNamespace(logits=lambda ids: logits))
         model = SimpleNamespace(tokenizer=plant.Tokenizer(), hf_model=SimpleNamespace(dtype=dtype))
         worker: Any = SimpleNamespace(models={"main": model})
-        case = (Question("q", ("one?",)), answer(FIRST), Place(0, 0, FIRST[0], 99))
-        (verdict,) = Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
+        case = (Question("q", ("one?",)), answer(FIRST), Difference(0, 0, FIRST[0], 99))
+        (verdict,) = judge(worker, Configuration("k", 2), plant.asking(), (case,))
         assert verdict.allowed is allowed
 
 

@@ -10,7 +10,7 @@ from fakes import LetterTokenizer, wrap
 
 from evals.acceptance.acceptance import sweep
 from evals.lossless.greedy import compare_greedy
-from evals.runs.conversations import ModelSpec, Worker, run_chunk
+from evals.runs.conversations import ModelSpec, Work, Worker, run_chunk
 from evals.runs.verdict import Verdict
 from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 
@@ -18,7 +18,7 @@ pytest.importorskip("scipy")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_mamba2_target_says_the_same_with_and_without_drafts(
     plant: SimpleNamespace, planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,7 +31,7 @@ def test_a_mamba2_target_says_the_same_with_and_without_drafts(
     if planted:
         monkeypatch.setattr("specdec.extras.recurrent_states.replay_of", lambda start, folded: 0 * start)
     executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
-    answers = run_chunk({"main": model}, arms, data.questions, asking)
+    answers = run_chunk({"main": model}, Work(0, data.questions, arms, asking))
     kept = {arm.name: [a for a in answers if a.arm == arm.name] for arm in arms}
     found = compare_greedy(executor, data, arms, kept, asking)
     assert found["verdict"] is (Verdict.FAIL if planted else Verdict.PASS)

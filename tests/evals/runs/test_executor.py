@@ -14,12 +14,13 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from evals.acceptance.acceptance import Plan, run, settings, sweep, without_times  # noqa: E402
+from evals.acceptance.acceptance import Plan, run, settings, sweep  # noqa: E402
 from evals.errors import WorkerError  # noqa: E402
 from evals.runs.conversations import ModelSpec, Worker  # noqa: E402
 from evals.runs.executor import Executor, RayExecutor, connect  # noqa: E402
 from evals.runs.store import RunStore  # noqa: E402
 from specdec.options import LoadOptions  # noqa: E402
+from tests.evals.documents import without_times  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -97,13 +98,13 @@ def test_a_chunk_that_kills_every_worker_is_given_up(
 @pytest.mark.usefixtures("cluster")
 def test_what_cannot_work_is_said_at_once(plant: SimpleNamespace, load: Callable[..., Any]) -> None:
     with pytest.raises(WorkerError, match="2 workers need a GPU each, the cluster has 0"):
-        RayExecutor({"main": ModelSpec("x", options=LoadOptions(device="cuda"))}, workers=2, device="cuda", load=load())
+        RayExecutor({"main": ModelSpec("x", options=LoadOptions(device="cuda"))}, workers=2, load=load())
 
     def absent(spec: ModelSpec) -> Any:
         raise FileNotFoundError("no such model")
 
     with pytest.raises(WorkerError, match="no such model"):
-        RayExecutor({"main": ModelSpec("x")}, workers=1, device="cpu", load=absent)
+        RayExecutor({"main": ModelSpec("x", options=LoadOptions(device="cpu"))}, workers=1, load=absent)
 
 
 def test_an_unreachable_cluster_is_an_error_of_the_tree() -> None:

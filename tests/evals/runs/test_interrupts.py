@@ -23,8 +23,8 @@ def test_an_alarm_while_a_run_is_written(monkeypatch: pytest.MonkeyPatch) -> Non
         except OSError as error:
             raise DataError("the run folder cannot be written") from error
 
-    monkeypatch.setattr(acceptance, "warm_up", struck)
-    plan: Any = SimpleNamespace(data=SimpleNamespace(questions=[1]), arms=[1], asking=None, batch_size=1, warmup=1)
+    monkeypatch.setattr(acceptance, "collect", struck)
+    plan: Any = SimpleNamespace(warmup=0)
     before = signal.signal(signal.SIGALRM, late)
     try:
         with pytest.raises(TimeoutError, match="the time is up"):

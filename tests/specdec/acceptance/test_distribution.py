@@ -168,7 +168,7 @@ def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> 
     assert p_value(outcomes, PLAIN) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drafts_that_do_not_come_from_the_q_they_are_judged_by_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the most probable draft is taken, and judged as if it had been drawn."""
     monkeypatch.setattr(specdec.acceptance.judge, "draw", lambda q, uniform: q.argmax(-1))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from drafters.eagle3.checkpoint import describe_eagle3
+from drafters.eagle3.checkpoint import describe_eagle
 from evals.data.arithmetic import problems
 from specdec.cli.generate import generate, read_prompt_file
 from specdec.cli.inspect import inspect
@@ -123,7 +123,7 @@ def test_inspect_says_where_every_field_of_the_head_is_from(model: SpeculativeMo
     result = CliRunner().invoke(inspect, ["--device", "cpu"], env={"COLUMNS": "200"})
     assert result.exit_code == 0 and "self_test_error" in result.stdout
     folder = Path(model.hf_model.name_or_path).with_name("gsm-llama-eagle3")
-    report = describe_eagle3(folder, target_facts(probe_target(model.hf_model)))
+    report = describe_eagle(folder, target_facts(probe_target(model.hf_model)))
     shown = ["".join(line.split("│")).split() for line in result.stdout.splitlines()]
     for field in report.fields:
         assert any(words[:1] == [field.name] for words in shown), field.name

@@ -13,12 +13,12 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from drafters.base import TargetFacts
-from drafters.eagle3.checkpoint import load_eagle3
+from drafters.eagle3.checkpoint import load_eagle
 from specdec.cli.export import export
 from specdec.cli.inspect import inspect
 from specdec.errors import HeadLoadError, InvalidInputError
-from specdec.loading.builtin import builtin_path
-from specdec.loading.heads import is_available, outline_target, target_of_head
+from specdec.loading.heads import outline_target
+from specdec.loading.names import builtin_path, is_available, target_of_head
 from tests import head_layouts
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
@@ -220,7 +220,7 @@ def test_the_built_in_head_is_exported_and_read_back(layout: str, tmp_path: Path
     assert said.exit_code == 0 and f"in the {layout} layout" in said.output
     facts = outline_target("gsm-llama").facts
     ours, theirs = (
-        load_eagle3(path, facts, torch.float32, "cpu") for path in (builtin_path("gsm-llama-eagle3"), tmp_path / "out")
+        load_eagle(path, facts, torch.float32, "cpu") for path in (builtin_path("gsm-llama-eagle3"), tmp_path / "out")
     )
     for name, tensor in ours.state_dict().items():
         assert torch.equal(theirs.state_dict()[name], tensor)
@@ -243,7 +243,7 @@ def test_a_head_of_speculators_becomes_one_of_specforge_where_that_can_say_it(tm
     run(export, str(FILES / "written" / "converted"), "--layout", "specforge", "--out", str(out), "--target", _target())
     weights = load_file(FILES / "target" / "model.safetensors")
     facts = TargetFacts(32, 96, 8, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
-    ours, theirs = (load_eagle3(p, facts, torch.float32, "cpu") for p in (FILES / "written" / "converted", out))
+    ours, theirs = (load_eagle(p, facts, torch.float32, "cpu") for p in (FILES / "written" / "converted", out))
     assert all(torch.equal(theirs.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
     assert theirs.spec.aux_layers == (2, 4, 5) and theirs.spec.rope.theta == 20000
 

@@ -100,7 +100,7 @@ class Rotated(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("once", "kernels"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(("once", "kernels"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.long)])
 def test_cos_and_sin_are_computed_once(once: bool, kernels: int) -> None:
     model, x, positions = Rotated().requires_grad_(False), torch.randn(5, 4), torch.arange(5)
     before = model(x, positions)

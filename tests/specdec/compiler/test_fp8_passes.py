@@ -20,7 +20,7 @@ from specdec.compiler.siblings import fuse_siblings
 from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
 from specdec.ops.fp8 import add_rms_norm_fp8, fp8_quantise, rms_norm_fp8, silu_product_fp8
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.fp8 import Fp8Layers
+from specdec.wrapped.quantised_layers import Fp8Layers
 from tests.fp8 import quantised
 from tests.specdec.compiler.test_passes import Norm, any_tokens, operators
 
@@ -129,7 +129,7 @@ def test_an_erased_graph_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("width", [256, 200])
 def test_the_fused_kernels_give_what_the_two_give(width: int) -> None:
     """But for what the interpreter loses of 8-bit floats, alike in both: see tests/specdec/ops/test_fp8.py."""
-    from specdec.ops.fp8_fused_kernel import launch_norm_fp8, launch_silu_product_fp8
+    from specdec.ops.elementwise_kernel import launch_norm_fp8, launch_silu_product_fp8
     from specdec.ops.fp8_kernel import launch_quantise
 
     torch.manual_seed(0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from specdec.compiler.gemm_selection import ChoiceStore, Selection, Wanted, select_products
-from specdec.ops.gemm_choice import Algorithm, Launch, ProductShape, chosen_launch, forget, use
-from specdec.ops.gemm_library import library_of
+from specdec.compiler import gemm_selection
+from specdec.compiler.gemm_selection import ChoiceStore, choose, choose_products, wanted_products
+from specdec.ops.gemm import Algorithm, Launch, ProductShape, chosen_launch, forget, library_of, use
 from specdec.ops.linear import few_tokens_linear, usual_product
 
 FAST, SLOW = Algorithm(b"f" * 64, 0), Algorithm(b"s" * 64, 32)
@@ -47,9 +49,8 @@ class Start:
         self.used: dict[str, Any] = {}
         self.seconds = 0.0
         self.room = True
-        library = Library() if library is None else library
-        store = ChoiceStore("gpu", library.version, folder)
-        self.selection = Selection(library, store, self.timer, self.use, lambda: self.seconds, most_seconds)
+        self.library: Any = Library() if library is None else library
+        self.store, self.most_seconds = ChoiceStore("gpu", self.library.version, folder), most_seconds
 
     def timer(self, weights: Sequence[torch.Tensor], tokens: int) -> Any:
         if not self.room:
@@ -66,13 +67,16 @@ class Start:
     def use(self, device: torch.device, shape: ProductShape, launch: Any) -> None:
         self.used[f"{shape.rows} {shape.tokens}"] = launch
 
-    def choose(self, *wanted: Wanted) -> Start:
-        self.selection.choose(wanted)
+    def choose(self, *wanted: dict[ProductShape, list[torch.Tensor]]) -> Start:
+        every = {shape: weights for each in wanted for shape, weights in each.items()}
+        with patch.object(gemm_selection, "use", self.use):
+            self.tally = choose(every, self.library, self.store, self.timer, lambda: self.seconds, self.most_seconds)
         return self
 
 
-def wanted(rows: int, *tokens: int, count: int = 1, width: int = 64) -> Wanted:
-    return Wanted([torch.zeros(rows, width, dtype=torch.bfloat16)] * count, frozenset(tokens))
+def wanted(rows: int, *tokens: int, count: int = 1, width: int = 64) -> dict[ProductShape, list[torch.Tensor]]:
+    weights = [torch.zeros(rows, width, dtype=torch.bfloat16)] * count
+    return {ProductShape(torch.bfloat16, rows, width, each): weights for each in tokens}
 
 
 def test_every_shape_is_timed_once_and_read_at_the_next_start(tmp_path: Path) -> None:
@@ -81,19 +85,21 @@ def test_every_shape_is_timed_once_and_read_at_the_next_start(tmp_path: Path) ->
     assert first.used == dict.fromkeys(first.timed, FAST)
     second = Start(tmp_path).choose(wanted(64, 24, 48), wanted(128, 24), wanted(128, 96))
     assert second.timed == ["128 96"] and second.used == first.used | {"128 96": FAST}
-    assert str(second.selection.tally) == "4 of 4 shapes by measurement (3 from disk, 1 timed in 1.0 s)"
+    assert str(second.tally) == "4 of 4 shapes by measurement (3 from disk, 1 timed in 1.0 s)"
 
 
-def test_few_tokens_and_odd_rows_are_left_alone(tmp_path: Path) -> None:
-    start = Start(tmp_path).choose(wanted(64, 1, 16, 17), wanted(65, 24), wanted(64, 24, width=65))
-    assert start.timed == ["64 17"]
+def test_few_tokens_and_odd_rows_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layers = [nn.Linear(width, rows, bias=False).bfloat16() for rows, width in ((64, 64), (65, 64), (64, 65))]
+    (shape,) = wanted_products([(layers[0], {1, 16, 17}), (layers[1], {24}), (layers[2], {24})])
+    assert (shape.rows, shape.tokens) == (64, 17)
 
 
 def test_few_tokens_and_then_large_weights_are_timed_first_and_the_rest_at_the_next_start(tmp_path: Path) -> None:
     both = wanted(128, 24, 48), wanted(64, 24, 48, count=5)
     first = Start(tmp_path, most_seconds=3).choose(*both)
     assert first.timed == ["64 24", "128 24", "64 48"] and set(first.used) == set(first.timed)
-    assert "1 left to the next start" in str(first.selection.tally)
+    assert "1 left to the next start" in str(first.tally)
     assert Start(tmp_path, most_seconds=3).choose(*both).timed == ["128 48"]
 
 
@@ -108,14 +114,15 @@ def test_without_room_for_timing_the_usual_calls_stay(tmp_path: Path) -> None:
     start = Start(tmp_path)
     start.room = False
     start.choose(wanted(64, 24))
-    assert start.used == {} and start.selection.tally.timed == 0
+    assert start.used == {} and start.tally.timed == 0
     assert ChoiceStore("gpu", 1, tmp_path).read() == {}
 
 
 def test_without_the_binding_the_usual_calls_stay_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_selection, "wanted_products", lambda _: wanted(64, 24))
     monkeypatch.setitem(__import__("sys").modules, "nvmath", None)
     library_of.cache_clear()
-    said = select_products([wanted(64, 24)])
+    said = choose_products([])
     library_of.cache_clear()
     assert said.startswith("left to the library (") and "nvmath" in said
 

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 
-from drafters.loops.chain_passes import EaglePasses
+from drafters.loops.head_passes import EaglePasses
 from drafters.rope import rotate as rotate_in_float32
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
@@ -288,7 +288,7 @@ def query_key_cos_sin(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [rotate, read_at_once])
+@pytest.mark.parametrize("run", [pytest.param(rotate, marks=pytest.mark.long), read_at_once])
 def test_queries_and_keys_are_rotated_at_once(run: Run) -> None:
     args = query_key_cos_sin()
     out, counted = compiled(run, *args)

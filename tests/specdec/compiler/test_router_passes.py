@@ -12,7 +12,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from specdec.ops.routed import SOFTMAX, SUM, best_experts
+from specdec.ops.mixtures.routed import SOFTMAX, SUM, best_experts
 from tests.specdec.compiler.test_passes import TOKENS, rewritten
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts_per_tok": 4}
@@ -99,7 +99,7 @@ def test_other_choices_stay(run: Callable[[torch.Tensor], torch.Tensor]) -> None
 @pytest.mark.parametrize("softmax", [True, False])
 @pytest.mark.parametrize("normalise", ["", SUM, SOFTMAX])
 def test_the_kernel(tokens: int, experts: int, chosen: int, softmax: bool, normalise: str) -> None:
-    from specdec.ops.routed_kernel import launch_best_experts
+    from specdec.ops.mixtures.routed_kernel import launch_best_experts
 
     torch.manual_seed(experts)
     scores = torch.rand(tokens, experts) if normalise == SUM else torch.randn(tokens, experts)
@@ -113,7 +113,7 @@ def test_the_kernel(tokens: int, experts: int, chosen: int, softmax: bool, norma
 @interpreted
 def test_scores_that_are_no_numbers() -> None:
     """NaN before all others, -inf after them, and never a place twice."""
-    from specdec.ops.routed_kernel import launch_best_experts
+    from specdec.ops.mixtures.routed_kernel import launch_best_experts
 
     scores = torch.tensor([[0.0, float("-inf"), float("nan"), -2.0, float("inf"), float("-inf")]])
     places = launch_best_experts(scores, 6, False, "", torch.float32)[1]

@@ -10,7 +10,7 @@ from fakes import engine_of, free_everywhere, hf_greedy, random_prompts, tiny_ll
 
 from specdec.errors import ModelChangedError
 from specdec.requests.sampling import SamplingParams
-from specdec.wrapped.model_check import LiveModel
+from specdec.wrapped.changes import LiveModel
 
 PROMPTS = random_prompts((9, 5))
 PARAMS = SamplingParams(max_new_tokens=12)

@@ -158,7 +158,7 @@ PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most_prefill", [1, 7, pytest.param(512, marks=pytest.mark.long)])
+@pytest.mark.parametrize("most_prefill", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (7, 512))])
 def test_no_token_depends_on_it(most_prefill: int) -> None:
     """In float32: greedy, and sampled with a seed, tokens and drafts of every round."""
     model = tiny_llama()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from specdec.engine.deadlines import Deadlines
+from specdec.engine.ends import Deadlines
 from specdec.requests.sampling import SamplingParams
 
 

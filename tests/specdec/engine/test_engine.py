@@ -17,9 +17,7 @@ PROMPTS = random_prompts(LENGTHS)
 GREEDY = SamplingParams(max_new_tokens=24)
 
 
-@pytest.mark.parametrize(
-    "num_drafts", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 5]
-)
+@pytest.mark.parametrize("num_drafts", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 3)), 5])
 def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=num_drafts)
@@ -32,7 +30,7 @@ def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", [0.35, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", [pytest.param(0.35, marks=pytest.mark.long), 1.0])
 def test_tokens_are_right_when_attention_decides_most_of_them(context: float) -> None:
     model = tiny_llama(context=context)
     wrapped = wrap(model, eagle3_head(model), num_speculative_tokens=3)
@@ -59,7 +57,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token() -> None:
         pytest.param({"kv_cache_tokens": 104}, True, marks=pytest.mark.long),
         ({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 24}, True),
         ({"page_size": 1}, False),
-        pytest.param({"page_size": 64, "kv_cache_tokens": 640}, False, marks=pytest.mark.slow),
+        pytest.param({"page_size": 64, "kv_cache_tokens": 640}, False, marks=pytest.mark.long),
     ],
 )
 def test_chunks_pages_and_preemption_change_no_token(options: dict[str, int], preempts: bool) -> None:

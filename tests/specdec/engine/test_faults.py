@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.faults import raised_twice, request_failed, round_failed
+from specdec.engine.ends import round_failed
 from specdec.errors import RequestFailedError, RoundFailedError
+from specdec.interrupts import raised_twice
+from specdec.requests.request import request_failed
 
 
 def test_a_fault_is_what_is_raised_twice() -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from specdec.engine.calls import Call
 from specdec.engine.feeding import Feeding
 from specdec.errors import InvalidInputError, RequestFailedError
-from specdec.requests.request import Completion, Update
+from specdec.requests.request import Call, Completion, Update
 from specdec.requests.sampling import SamplingParams
 from tests import fakes
 

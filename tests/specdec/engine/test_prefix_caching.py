@@ -28,7 +28,7 @@ from specdec import SpeculativeModel
 from specdec.cli.tables import prompt_tokens
 from specdec.errors import InvalidInputError
 from specdec.loading.assembly import choose_prefix_caching
-from specdec.loading.builtin import builtin_names
+from specdec.loading.names import builtin_names
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
 from tests.specdec.engine.shared_prompts import expected_hits, five_shots
@@ -77,7 +77,7 @@ SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tok
     [
         pytest.param("table", {"max_num_seqs": 9, "max_num_batched_tokens": 60}, id="all at once"),
         pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks", marks=pytest.mark.long),
-        pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.slow),
+        pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.long),
         pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.long),
         pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.long),
         pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
@@ -116,12 +116,12 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        pytest.param({}, "gemma3_text", id="gemma3_text"),
+        pytest.param({}, "gemma3_text", id="gemma3_text", marks=pytest.mark.long),
         pytest.param({}, "llama4_text", id="llama4_text", marks=pytest.mark.long),
         pytest.param({"max_num_batched_tokens": 18}, "gemma3_text", id="chunks-gemma3_text", marks=pytest.mark.long),
         pytest.param({"max_num_batched_tokens": 18}, "llama4_text", id="chunks-llama4_text"),
         pytest.param(SHORT_OF_PAGES, "gemma3_text", id="short-gemma3_text"),
-        pytest.param(SHORT_OF_PAGES, "llama4_text", id="short-llama4_text"),
+        pytest.param(SHORT_OF_PAGES, "llama4_text", id="short-llama4_text", marks=pytest.mark.long),
     ],
 )
 def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kind: str) -> None:
@@ -144,7 +144,7 @@ def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kin
     assert (on.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_behind_a_window_in_another_order_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: of the pages that the window reaches, each holds the keys of another."""
     model, plain = windowed_target(), PrefixCache.register_windowed
@@ -317,7 +317,7 @@ def _as_if_nothing_followed(self: Any, tokens: Any, num_pages: int) -> list[byte
     return [b"-"] * num_pages
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     monkeypatch.setattr(PrefixCache, "_following", _as_if_nothing_followed)

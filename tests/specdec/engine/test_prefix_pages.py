@@ -22,7 +22,7 @@ from attention.cache.prefix import PrefixCache
 from attention.errors import InvariantError
 from attention.spec import Reach
 from drafters.loops.base import DraftingRows, DraftInput
-from drafters.loops.chain_arrays import accepted_rows
+from drafters.loops.prefill import accepted_rows
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.engine import Engine
@@ -303,7 +303,7 @@ def cache_of(engine: Engine) -> PrefixCache:
     [
         *(pytest.param(1, graphs, 3500, marks=pytest.mark.long) for graphs in (False, True)),
         (2, True, 500),
-        (3, False, 500),
+        pytest.param(3, False, 500, marks=pytest.mark.long),
     ],
 )
 def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bool, requests: int) -> None:
@@ -317,7 +317,9 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "graphs", "budget"), [(1, False, 24), (2, True, 8)])
+@pytest.mark.parametrize(
+    ("modules", "graphs", "budget"), [pytest.param(1, False, 24, marks=pytest.mark.long), (2, True, 8)]
+)
 def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> None:
     """Two groups, one so small that its pages are evicted long before the target's others; prompts in short chunks."""
     stats = windowed_traffic((WindowedPool(Reach(9), 40), WindowedPool(Reach(14), 90)), modules, graphs, budget)
@@ -325,7 +327,9 @@ def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "graphs", "budget"), [(1, True, 8), (2, False, 24)])
+@pytest.mark.parametrize(
+    ("modules", "graphs", "budget"), [pytest.param(1, True, 8, marks=pytest.mark.long), (2, False, 24)]
+)
 def test_groups_of_chunks(modules: int, graphs: bool, budget: int) -> None:
     """The same where one group attends in chunks of two pages, another in chunks of four."""
     pools = WindowedPool(Reach(16, 16), 90), WindowedPool(Reach(8, 8), 40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.faults import Change
+from specdec.engine.engine import Change
 
 
 def test_an_interrupted_change_is_mended_once_before_the_next() -> None:

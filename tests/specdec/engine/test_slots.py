@@ -60,7 +60,6 @@ class Watch:
             span = range(host.query_start_loc[i], host.query_start_loc[i + 1])
             if [slots[t] for t in span] == [0] and host.seq_lens[i] == 1:
                 self.padding += 1
-                assert not host.block_table[i].any()
                 continue
             owners = {owner[slots[t] // size][0] for t in span}
             assert len(owners) == 1, "a row writes into pages of one row"
@@ -88,7 +87,7 @@ class Watching(TorchBackend):
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     new=st.lists(st.integers(1, 20), min_size=6, max_size=6),
@@ -137,14 +136,15 @@ def test_rows_that_end_leave_padding_on_the_null_page() -> None:
 
 
 def test_the_watch_sees_a_page_crossing_by_plus_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import drafters.loops.chain_arrays
+    import drafters.loops.steps
     from specdec.errors import RoundFailedError
 
-    def plus_one(table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+    def plus_one(table: Any, rows: Any, pages: Any, offsets: Any, page_size: int, out: np.ndarray) -> None:
+        positions = pages * page_size + offsets
         first = positions - positions % 8
-        return table[rows, first // page_size].astype(np.int64) * page_size + positions - first
+        out[:] = table[rows, first // page_size].astype(np.int64) * page_size + positions - first
 
-    monkeypatch.setattr(drafters.loops.chain_arrays, "slots_of", plus_one)
+    monkeypatch.setattr(drafters.loops.steps, "slots_at", plus_one)
     model = tiny_llama()
     with pytest.raises((AssertionError, KeyError, RoundFailedError)):
         wrapped = Watch().wrap(model, table_head(model), num_speculative_tokens=4)

@@ -67,9 +67,13 @@ def test_stop_token_ids_end_only_their_own_row() -> None:
     assert (other.token_ids, other.finish_reason) == (right, "length")
 
 
-@pytest.mark.parametrize("num_drafts", [0, 5])
 @pytest.mark.parametrize(
-    "span", [(4, 7), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 4), (0, 2), (10, 15), (22, 24)))]
+    ("span", "num_drafts"),
+    [
+        *(((4, 7), drafts) for drafts in (0, 5)),
+        *(pytest.param(span, 5, marks=pytest.mark.slow) for span in ((3, 4), (0, 2), (10, 15), (22, 24))),
+        *(pytest.param(span, 0, marks=pytest.mark.long) for span in ((3, 4), (0, 2), (10, 15), (22, 24))),
+    ],
 )
 def test_a_stop_string_cuts_text_and_tokens(span: tuple[int, int], num_drafts: int) -> None:
     wrapped = wrapped_with(num_drafts=num_drafts)

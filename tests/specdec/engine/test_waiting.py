@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import specdec.engine.admission
 from specdec import SamplingParams
-from specdec.engine.waiting import WaitingRequests
+from specdec.engine.admission import WaitingRequests
 from specdec.requests.request import Request
 
 touched = 0

@@ -13,7 +13,7 @@ from fakes import backend_of_ours, experts_form, random_prompts, wrap
 import specdec.execution.ragged
 from attention.hf.gate import ForwardGate
 from specdec.execution.graphs import GraphExecutor
-from specdec.ops.experts import CAPTURABLE
+from specdec.ops.mixtures.choice import CAPTURABLE
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     FixedPlaceBackend,

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import SiblingFp8Linear
 from specdec.requests.sampling import SamplingParams
-from specdec.wrapped.fp8 import Fp8Linear
+from specdec.wrapped.quantised_layers import Fp8Linear
 from tests.fakes import load_target
 from tests.fp8 import DEEPSEEK, LLAMA, gaps, greedy, prompts, reference, write
 from tests.specdec.compiler.test_passes import operators

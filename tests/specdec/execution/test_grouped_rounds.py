@@ -10,7 +10,7 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, table_head, wrap
 
 from attention.runner import FixedPlanner
-from specdec.engine.launcher import Lookahead
+from specdec.engine.launcher import Launcher
 from specdec.execution.graphs import GraphExecutor
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.fixed import FixedTarget
@@ -26,7 +26,7 @@ def with_graphs(model: Any, head: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("kind", ["gemma3_text", pytest.param("llama4_text", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"page_size": 16, "max_num_seqs": 5, "kv_cache_tokens": 700}, marks=pytest.mark.long)]
 )
@@ -39,7 +39,7 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
     model, asked = mixed(kind), SamplingParams(max_new_tokens=40, return_drafts=True)
     right = lived(wrap(model, table_head(model), hybrid_kv_cache=False, **SIZES).generate(PROMPTS, asked))
     replanned, fixed = count_calls(monkeypatch, FixedPlanner, "replan"), count_calls(monkeypatch, FixedTarget, "send")
-    launched = count_calls(monkeypatch, Lookahead, "before_commit")
+    launched = count_calls(monkeypatch, Launcher, "before_commit")
     wrapped = with_graphs(model, table_head(model), **SIZES | options)
     captured, most, completions = len(fixed), 0, {}
     for update in wrapped.stream(PROMPTS, asked):
@@ -57,7 +57,7 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("kind", [pytest.param("gemma3_text", marks=pytest.mark.long), "llama4_text"])
 def test_without_drafts_rounds_are_launched_before_the_read(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     kind: str,

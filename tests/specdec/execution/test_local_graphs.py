@@ -77,7 +77,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
 @pytest.mark.parametrize(
     ("chunk", "options"),
     [
-        (CHUNK, {}),
+        pytest.param(CHUNK, {}, marks=pytest.mark.long),
         # Up to three chunks in a verification, and preemption.
         (4, {"num_speculative_tokens": 5, "kv_cache_tokens": 88}),
         pytest.param(
@@ -199,7 +199,7 @@ def test_planted_virtual_rows_are_seen(
     assert differing()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_virtual_rows_that_are_not_sent_anew_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -223,7 +223,7 @@ class WrittenOnce(dict[Any, torch.Tensor]):
         self.setdefault(key, value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_factors_of_the_capture_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

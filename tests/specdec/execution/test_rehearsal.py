@@ -15,6 +15,7 @@ SCRIPT = """
 import json, sys, threading
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
@@ -29,6 +30,7 @@ class Run:
 
 launched, compiled, main = [], [], threading.get_ident()
 driver.set_active(Hopper())
+CUDABackend.make_cubin = lambda *_: b""  # nothing runs what is compiled: no assembler
 CompiledKernel.run = Run()
 CompiledKernel.launch_metadata = lambda self, *args: None
 def note(fn, **_):

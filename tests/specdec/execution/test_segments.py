@@ -31,7 +31,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
-from specdec.execution.segments import AttentionCall, Between, OtherCall, SegmentedGraph
+from specdec.execution.segments import Between, EagerAttention, OtherCall, SegmentedGraph
 
 CPU = torch.device("cpu")
 PAGE, LAYERS, PADDED = 16, 3, 64
@@ -196,7 +196,7 @@ def segments_of(key: AttentionSpec, events: list[str], dtype: torch.dtype) -> tu
         fused = torch.randn(PADDED, sum(heads), key.head_dim_k, generator=generator).to(dtype)
         states = fused.split(heads, 1)
         out = torch.full((PADDED, key.num_q_heads, key.head_dim_v), 7.0, dtype=dtype)
-        calls.append(AttentionCall(layer, *states, None, out))
+        calls.append(EagerAttention(layer, *states, None, out))
     graphs: Any = [Graph(events) for _ in range(LAYERS + 1)]
     return SegmentedGraph(graphs, calls), calls
 
@@ -243,8 +243,14 @@ def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [4, 4, 30], [16] * 4], ids=str)
-@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+@pytest.mark.parametrize(
+    ("backend", "query_lens"),
+    [
+        pytest.param(backend, lens, id=f"{backend}-{lens}", marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, backend in enumerate(("torch", "flashinfer"))
+        for j, lens in enumerate(([4, 4, 4], VERIFICATIONS, MIXED, CHUNK, [16] * 4, [4, 4, 30]))
+    ],
+)
 def test_results_and_cache_are_those_without_padding(backend: str, query_lens: list[int], kernels: None) -> None:
     make, dtype = (TorchBackend, torch.float32) if backend == "torch" else (FlashInferBackend, torch.bfloat16)
     metadata, tokens = metadata_of(query_lens, 50), sum(query_lens)

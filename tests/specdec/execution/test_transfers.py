@@ -99,7 +99,7 @@ def test_rounds_in_which_every_row_verifies(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_sampling_is_laid_out_while_the_device_verifies(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -134,7 +134,7 @@ def test_sampling_is_laid_out_while_the_device_verifies(
     assert len(before) > 4 and (set(before) == launched) == (not planted)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_copy_more_is_seen(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Planted: every round is sent twice; its draft steps are not."""
     plain = GraphExecutor.send

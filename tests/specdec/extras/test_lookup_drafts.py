@@ -92,8 +92,12 @@ def acceptance(completions: list[Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("k", "least", "ahead"),
     [
-        *((1, 1, False), (4, 2, True), (7, 3, False)),
-        *(pytest.param(*own, marks=pytest.mark.long) for own in ((1, 1, True), (4, 2, False), (7, 3, True))),
+        *((1, 1, False), (7, 3, True)),
+        *(
+            pytest.param(k, k // 2 or 1, ahead, marks=pytest.mark.long)
+            for k, ahead in ((1, True), (4, False), (4, True))
+        ),
+        pytest.param(7, 3, False, marks=pytest.mark.long),
     ],
 )
 def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> None:
@@ -111,7 +115,7 @@ def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", [84, 400])
+@pytest.mark.parametrize("pages", [84, pytest.param(400, marks=pytest.mark.long)])
 def test_preempted_requests_draft_as_they_would_have(pages: int) -> None:
     """Their index is made anew, and sampled tokens depend on each round's drafts."""
     params = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
@@ -204,7 +208,12 @@ def drafts_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("beside", "plant"), [(False, None), (True, None), (True, keep_q_of_the_head), (False, drafts_are_certain)]
+    ("beside", "plant"),
+    [
+        *((False, None), (True, None)),
+        pytest.param(True, keep_q_of_the_head, marks=pytest.mark.long),
+        pytest.param(False, drafts_are_certain, marks=pytest.mark.long),
+    ],
 )
 def test_sampled_tokens_have_the_targets_distribution(
     beside: bool, plant: Any, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +284,7 @@ def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenIndex, "propose", lambda self, most: plain(self, most)[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("plant", [advanced_by_rejected_tokens, of_another_request, one_behind])
 def test_planted_defects_change_no_token_and_are_seen_in_the_drafts(
     plant: Any, monkeypatch: pytest.MonkeyPatch
@@ -356,7 +365,7 @@ HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.long), True])
 def test_requests_that_move_draft_as_they_would_have(beside: bool) -> None:
     def make(**more: Any) -> Any:
         draft = [table_head(tiny_llama()), "lookup"] if beside else "lookup"

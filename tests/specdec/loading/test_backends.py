@@ -24,7 +24,8 @@ from attention.backends.flashinfer.wrapper import kernel_name
 from attention.hf.probe import probe
 from attention.spec import AttentionSpec
 from specdec.errors import InvalidInputError, SpecdecWarning
-from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, make_backend
+from specdec.loading.backends import begin_kernels, expected_keys, make_backend
+from specdec.loading.cuda_graphs import choose_graphs
 
 CUDA = torch.device("cuda")
 
@@ -86,7 +87,7 @@ def test_without_flashinfer_a_gpu_takes_flex_and_says_so(without_flashinfer: Non
 
 def test_flex_runs_without_graphs_and_says_so() -> None:
     choice = choose_graphs(make_backend("flex", CUDA), None, "auto")
-    assert (choice.wanted, choice.reason) == (False, "backend 'flex' has none")
+    assert (choice.expected, choice.reason) == (True, "backend 'flex' has none")
     with pytest.raises(
         InvalidInputError, match="cuda_graphs=True needs a backend for a GPU that has graphs, not 'flex'"
     ):

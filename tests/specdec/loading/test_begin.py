@@ -13,8 +13,8 @@ import pytest
 import torch
 from fakes import tiny_llama, wrap
 
+import specdec.loading.cuda_graphs
 import specdec.loading.parts
-import specdec.loading.warming
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
 from specdec.options import LoadOptions
@@ -72,7 +72,7 @@ class Compiler:
 def test_the_compilers_processes_give_way() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         compiler = Compiler(process)
-        specdec.loading.warming.make_pool(compiler)
+        specdec.loading.cuda_graphs.make_pool(compiler)
         assert compiler.done == ["warm", "woken"]
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
         process.communicate(b"\n")
@@ -89,10 +89,10 @@ def test_the_compiler_is_loaded_aside_and_once(error: type[Exception] | None, mo
         if error is not None:
             raise error(compiler)
 
-    monkeypatch.setattr(specdec.loading.warming, "make_pool", make)
-    specdec.loading.warming.loading_thread.cache_clear()
+    monkeypatch.setattr(specdec.loading.cuda_graphs, "make_pool", make)
+    specdec.loading.cuda_graphs.loading_thread.cache_clear()
     for _ in range(2):
-        specdec.loading.warming.loading_thread()
-    specdec.loading.warming.loading_thread().join()
+        specdec.loading.cuda_graphs.loading_thread()
+    specdec.loading.cuda_graphs.loading_thread().join()
     assert len(threads) == 1 and get_ident() not in threads
-    specdec.loading.warming.loading_thread.cache_clear()
+    specdec.loading.cuda_graphs.loading_thread.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.errors import InvalidInputError
-from specdec.loading.sizes import resolve_device, resolve_dtype
+from specdec.loading.targets import resolve_device, resolve_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

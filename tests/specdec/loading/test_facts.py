@@ -11,7 +11,7 @@ from transformers import GptOssConfig
 from specdec.cli.tables import route_rows
 from specdec.execution.base import GraphReport
 from specdec.loading.facts import facts_of
-from specdec.wrapped.mxfp4 import Mxfp4Experts
+from specdec.wrapped.quantised_layers import Mxfp4Experts
 
 
 def loaded() -> Any:

@@ -11,8 +11,7 @@ from fakes import eagle3_head, table_head, tiny_llama, wrap
 import specdec.loading.assembly
 from attention.cache.kv_cache import FP8, KVFormat
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
-from specdec.loading.groups import Rows, TokenBytes, divide_cache, token_bytes
-from specdec.loading.memory import check_weights_fit
+from specdec.loading.sizes import Pool, Rows, check_weights_fit, divide_cache, empty_pools
 from specdec.wrapped.probing import probe_target
 
 CUDA = torch.device("cuda")
@@ -23,7 +22,7 @@ TOKEN = 1 << 20
 def cache_tokens(asked: int | None, utilization: float, wanted: int = 10**9) -> int:
     """Tokens of the cache of a model with one group that takes 1 MiB a token, for one request of at most `wanted`."""
     rows = Rows(5, wanted, 1, 2048, 16)
-    return divide_cache(asked, CUDA, TokenBytes(TOKEN), rows, utilization).tokens
+    return divide_cache(asked, CUDA, (Pool(TOKEN),), rows, utilization)[0].tokens
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_the_cache_takes_what_is_left(gpu: None) -> None:
     assert cache_tokens(None, 0.5) == (64 - 40 - 4) * 1024
     assert cache_tokens(None, 0.9, wanted=1000) == 1000, "not more than is wanted"
     rows, beside = Rows(5, 10**9, 1, 2048, 16), (3 * GIB, 2 * GIB)  # states, and scores of requests with options
-    assert divide_cache(None, CUDA, TokenBytes(TOKEN), rows, 0.9, *beside).tokens == (64 - 8 - 4 - 5) * 1024
+    assert divide_cache(None, CUDA, (Pool(TOKEN),), rows, 0.9, *beside)[0].tokens == (64 - 8 - 4 - 5) * 1024
 
 
 def test_no_room_for_a_cache(gpu: None) -> None:
@@ -94,8 +93,8 @@ def test_bytes_of_a_token() -> None:
     """Four layers of 2 heads x 16, keys and values, in float32 or 8 bits; the head's layer stays in float32."""
     model = tiny_llama()
     probed = probe_target(model)
-    assert token_bytes(probed, None, KVFormat(), 128) == TokenBytes(4 * 2 * 2 * 16 * 4)
-    assert token_bytes(probed, None, KVFormat(FP8), 128) == TokenBytes(4 * 2 * 2 * 16)
-    with_head = token_bytes(probed, eagle3_head(model), KVFormat(FP8), 128)
-    assert with_head == TokenBytes(4 * 2 * 2 * 16 + 2 * 2 * 16 * 4)
-    assert token_bytes(probed, table_head(model), KVFormat(), 128) == TokenBytes(4 * 2 * 2 * 16 * 4 + 2 * 8 * 4)
+    assert empty_pools(probed, None, KVFormat(), 128) == (Pool(4 * 2 * 2 * 16 * 4),)
+    assert empty_pools(probed, None, KVFormat(FP8), 128) == (Pool(4 * 2 * 2 * 16),)
+    with_head = empty_pools(probed, eagle3_head(model), KVFormat(FP8), 128)
+    assert with_head == (Pool(4 * 2 * 2 * 16 + 2 * 2 * 16 * 4),)
+    assert empty_pools(probed, table_head(model), KVFormat(), 128) == (Pool(4 * 2 * 2 * 16 * 4 + 2 * 8 * 4),)

@@ -16,8 +16,7 @@ from specdec import SpeculativeModel
 from specdec.cli.main import cli
 from specdec.cli.options import load_model
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.loading.builtin import resolve
-from specdec.loading.pairs import Pair, load_pair, pair_of
+from specdec.loading.names import Pair, load_pair, pair_of, resolve
 from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
@@ -67,11 +66,11 @@ def test_a_head_that_names_none_is_no_target(tmp_path: Path) -> None:
 
 def test_a_target_that_is_not_there_is_explained(tmp_path: Path) -> None:
     head = LAYOUTS["speculators_llama"]().write(tmp_path, **named("/nowhere/at/all"))
-    words = r"/nowhere/at/all(.|\n)*The name is from config.json of the head .*give its folder as the target"
+    words = r"/nowhere/at/all(.|\n)*a name from config.json of the head .*give its folder as the target"
     with pytest.raises(ModelLoadError, match=words):
         SpeculativeModel.from_pretrained(head, tokenizer=LetterTokenizer())
     result = CliRunner().invoke(cli, ["generate", "a", "--model", str(head)])
-    assert result.exit_code == 2 and "The name is from config.json of the head" in result.output
+    assert result.exit_code == 2 and "a name from config.json of the head" in result.output
 
 
 @pytest.mark.slow
@@ -99,7 +98,7 @@ def test_a_head_alone_without_a_head_is_refused(known: bool, tmp_path: Path, mon
     if not known:
         first = iter([Pair(str(head), None)])
         found = pair_of
-        monkeypatch.setattr("specdec.loading.pairs.pair_of", lambda *given: next(first, None) or found(*given))
+        monkeypatch.setattr("specdec.loading.names.pair_of", lambda *given: next(first, None) or found(*given))
     tokenizer = {"tokenizer": str(resolve("gsm-llama"))}
     with pytest.raises(InvalidInputError, match=f"--draft none: --model {head} is a draft head.*--model {folder}"):
         load_model(str(head), "none", LoadOptions(**SIZES, **tokenizer))

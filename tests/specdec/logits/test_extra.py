@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.logits.extra import OptionColumns, filters_of, subject_of
+from specdec.logits.extra import ChangedRows, OptionColumns, subject_of
 from specdec.logits.logprobs import AskingColumns, _described, prompt_rows
+from specdec.logits.processing import filters_of
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs
 from specdec.requests.sampling import SamplingParams
 
@@ -33,7 +34,7 @@ def test_what_ends_a_request_is_what_its_options_hold_back() -> None:
 def test_filters_are_of_sampled_requests() -> None:
     assert filters_of(SamplingParams(typical_p=0.5)) is None
     found = filters_of(SamplingParams(temperature=0.7, typical_p=0.5, top_k=5))
-    assert found is not None and (found.temperature, found.typical_p, found.top_k) == (0.7, 0.5, 5)
+    assert found == (0.7, None, 5, 1.0, 0.0, 0.5, None, None)
     assert filters_of(SamplingParams(temperature=0.7, top_k=5)) is None, "the round applies them"
 
 
@@ -45,7 +46,7 @@ def test_a_round_launched_ahead_sees_the_tokens_that_the_last_one_accepted() -> 
     schedule: Any = SimpleNamespace(rows=np.array([0]), num_new=np.array([1]), num_drafts=np.array([2]))
     last: Any = object()
     found = columns.after(rows, last, schedule, np.array([6]), np.array([2]), np.array([[1, 2, 4]]))
-    assert found is not None and found.lens.tolist() == [7]
+    assert isinstance(found, ChangedRows) and found.lens.tolist() == [7]
     assert found.committed[0, :6].tolist() == [5, 6, 7, 8, 1, 2]
 
 
@@ -54,7 +55,7 @@ def asking(start: int, most: int, told: int = 0) -> AskingColumns:
     for position in range(own.start, own.start + told):
         own.tell(position, TOLD)
     columns.open(table(), 0, SamplingParams(prompt_logprobs=0))
-    params = columns.params[0]
+    params = columns.own[0]
     assert params is not None
     object.__setattr__(params, "prompt_logprobs", own)
     return columns

@@ -17,14 +17,20 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from specdec.logits.forms import add_sequence_bias, ban_repeated_ngrams, penalise_tokens, subtract_counts
-from specdec.logits.prefixes import NOBODY, Prefixes
+from specdec.logits.forms import (
+    NOBODY,
+    TokenPrefixes,
+    add_sequence_bias,
+    ban_repeated_ngrams,
+    penalise_tokens,
+    subtract_counts,
+)
 
 VOCAB = 7
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Prefixes, list[list[int]], list[int], torch.Tensor]:
+def cases(draw: st.DrawFn) -> tuple[TokenPrefixes, list[list[int]], list[int], torch.Tensor]:
     """Prefixes made of committed tokens and drafts, the same as lists, prompt lengths, and scores [N, V+1]."""
     token = st.integers(0, VOCAB - 1)
     requests, most = draw(st.integers(1, 3)), draw(st.integers(0, 3))
@@ -44,7 +50,7 @@ def cases(draw: st.DrawFn) -> tuple[Prefixes, list[list[int]], list[int], torch.
         there[n, : len(after)] = True
     owner = torch.tensor([j for j, _ in lists])
     lens = torch.tensor([len(own) for own in committed])
-    prefixes = Prefixes.of(table, lens, torch.tensor(prompts), owner, followed, there)
+    prefixes = TokenPrefixes.of(table, lens, torch.tensor(prompts), owner, followed, there)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scores = torch.randn(len(lists), VOCAB + 1, generator=generator)
     return prefixes, [tokens for _, tokens in lists], [prompts[j] for j, _ in lists], scores
@@ -151,7 +157,7 @@ def test_sequence_bias(case: tuple, biases: dict[tuple[int, ...], float]) -> Non
 def test_tokens_beyond_the_logits_are_left_out(size: int) -> None:
     """Embeddings may have more rows than lm_head; transformers' n-gram rule would raise there."""
     ids = torch.tensor([[1, 99, 1, 99, NOBODY]])
-    prefixes = Prefixes(ids, torch.tensor([4]), torch.tensor([1]))
+    prefixes = TokenPrefixes(ids, torch.tensor([4]), torch.tensor([1]))
     scores = torch.ones(1, VOCAB + 1)
     ban_repeated_ngrams(scores, prefixes, size)
     expected = torch.ones(1, VOCAB)

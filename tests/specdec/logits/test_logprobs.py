@@ -83,8 +83,15 @@ def _near(row: torch.Tensor, token: int) -> bool:
     return int(((row - row[token]).abs() < 1e-4).sum()) > 1
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [
+        (0, False),
+        (3, False),
+        pytest.param(0, True, marks=pytest.mark.long),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("mode", "options"), [("raw", RAW), ("processed", PROCESSED)], ids=["raw", "processed"])
 def test_they_are_those_of_a_plain_forward(
     mode: str, options: list[dict[str, Any]], drafts: int, graphs: bool, request: Any
@@ -98,8 +105,10 @@ def test_they_are_those_of_a_plain_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
+)
 def test_rows_that_are_opened_again_tell_theirs(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -156,7 +165,7 @@ def _of_changed_logits(own: Logprobs, arrays: Any, decision: Decision) -> torch.
 NOTES = Logprobs.notes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("defect", [_one_later, _of_changed_logits])
 def test_planted_defects_are_seen(defect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Logprobs, "notes", defect)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,9 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from specdec.logits.prefixes import NOBODY, Prefixes
-from specdec.logits.processing import Filters, Rows, Subject, process
+from specdec.logits.forms import NOBODY, TokenPrefixes
+from specdec.logits.processing import LogitsRows, Subject, process
+from specdec.requests.sampling import SamplingParams
 
 VOCAB, EOS = 8, 3
 SCORES = torch.tensor([0.5, -1.0, 2.0, 1.5, -0.5, 0.25, 3.0, -2.0])
@@ -19,8 +19,8 @@ NEVER = -torch.inf
 TEXT = [5, 1, 6, 2, 6, 4, 1]
 
 
-def subject(settings: Mapping[str, Any], prompt_len: int, **more: Any) -> Subject:
-    return Subject(settings, prompt_len, **({"limit": 40, "ends": (EOS,)} | more))
+def subject(settings: dict[str, Any], prompt_len: int, limit: int = 40, ends: tuple[int, ...] = (EOS,)) -> Subject:
+    return Subject(SamplingParams(**settings), prompt_len, limit, ends)
 
 
 def processed(*each: tuple[Subject, list[int]], scores: torch.Tensor = SCORES) -> torch.Tensor:
@@ -28,13 +28,13 @@ def processed(*each: tuple[Subject, list[int]], scores: torch.Tensor = SCORES) -
     lens = [len(text) for _, text in each]
     ids = [text + [NOBODY] * (max(lens) - len(text)) for _, text in each]
     prompts = torch.tensor([own.prompt_len for own, _ in each])
-    prefixes = Prefixes(torch.tensor(ids), torch.tensor(lens), prompts)
+    prefixes = TokenPrefixes(torch.tensor(ids), torch.tensor(lens), prompts)
     wide = torch.cat([scores, torch.zeros(1)]).repeat(len(each), 1)
-    process(wide, Rows(tuple(own for own, _ in each), np.array(lens), prefixes))
+    process(wide, LogitsRows(tuple(own for own, _ in each), np.array(lens), prefixes))
     return wide[:, :-1]
 
 
-def lengths_at_which(settings: Mapping[str, Any], prompt_len: int, token: int, **more: Any) -> list[int]:
+def lengths_at_which(settings: dict[str, Any], prompt_len: int, token: int, **more: Any) -> list[int]:
     """Tokens before those positions at which one has no probability."""
     own = subject(settings, prompt_len, **more)
     return [n for n in range(prompt_len, 10) if processed((own, [7] * n))[0, token] == NEVER]
@@ -127,9 +127,9 @@ def test_allowed_tokens_keep_their_logits_and_ids_beyond_the_vocabulary_are_none
 
 def test_filters_leave_logits_that_the_round_divides_by_the_temperature() -> None:
     """And rows without a token as they are, beside others."""
-    filters = Filters(0.5, 0.7, 0, 1.0, 0.0, 0.9, None, None)
-    own = subject({}, 3, filters=filters)
-    empty = subject({"suppress_tokens": tuple(range(VOCAB))}, 3, filters=filters)
+    filters = {"temperature": 0.5, "top_h": 0.7, "typical_p": 0.9}
+    own = subject(filters, 3)
+    empty = subject({"suppress_tokens": tuple(range(VOCAB)), **filters}, 3)
     left, none = processed((own, TEXT), (empty, TEXT))
     warped = hf.TypicalLogitsWarper(0.9)(None, hf.TopHLogitsWarper(0.7)(None, SCORES[None] / 0.5))[0]
     assert torch.allclose(left / 0.5, warped) and (left == NEVER).any()

@@ -162,8 +162,10 @@ def check_rows(completions: Sequence[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(0, False), (3, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((3, False), (0, True)))],
+)
 def test_whole_rows_are_transformers(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

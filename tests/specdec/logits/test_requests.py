@@ -20,7 +20,7 @@ from specdec.execution.ragged import RaggedTarget
 from specdec.logits import extra as extras
 from specdec.logits import forms
 from specdec.logits.extra import OptionColumns
-from specdec.logits.prefixes import Prefixes
+from specdec.logits.forms import TokenPrefixes
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.fixed import FixedTarget
@@ -210,8 +210,10 @@ def test_tokens_from_graphs_are_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
+)
 def test_rows_that_are_opened_again_keep_their_options(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts."""
     if graphs:
@@ -225,15 +227,15 @@ def _committed_only(cls: Any, committed: Any, lens: Any, prompts: Any, owner: An
     return PLAIN(committed, lens, prompts, owner, followed, there)
 
 
-def _last_twice(scores: torch.Tensor, prefixes: Prefixes, frequency: Any, presence: Any) -> None:
+def _last_twice(scores: torch.Tensor, prefixes: TokenPrefixes, frequency: Any, presence: Any) -> None:
     ids = torch.cat([prefixes.ids, prefixes.tails(1)], 1)
-    forms.subtract_counts(scores, Prefixes(ids, prefixes.lens + 1, prefixes.prompt_lens), frequency, presence)
+    forms.subtract_counts(scores, TokenPrefixes(ids, prefixes.lens + 1, prefixes.prompt_lens), frequency, presence)
 
 
 def _one_row_later(own: Any, round_: Any, at: torch.Tensor) -> Any:
     rows = ROWS(own, round_, at)
     later = [max(0, n - 1) for n in range(len(rows.subjects))]
-    return extras.Rows(rows.subjects, rows.lens[later], rows.prefixes.rows(torch.tensor(later)))
+    return extras.LogitsRows(rows.subjects, rows.lens[later], rows.prefixes.rows(torch.tensor(later)))
 
 
 def _stale_rows(own: Any, round_: Any, at: torch.Tensor) -> Any:
@@ -243,16 +245,16 @@ def _stale_rows(own: Any, round_: Any, at: torch.Tensor) -> Any:
     return ROWS(own, round_, at)
 
 
-PLAIN, ROWS = Prefixes.of, extras.rows_of
+PLAIN, ROWS = TokenPrefixes.of, extras.rows_of
 DEFECTS: dict[str, tuple[str, Any]] = {
-    "drafted prefix not counted": ("several", (Prefixes, "of", classmethod(_committed_only))),
+    "drafted prefix not counted": ("several", (TokenPrefixes, "of", classmethod(_committed_only))),
     "last token counted twice": ("frequency_penalty", ("specdec.logits.processing.subtract_counts", _last_twice)),
     "mask of position i at i + 1": ("no_repeat_ngram_size", (extras, "rows_of", _one_row_later)),
     "history without the last round": ("frequency_penalty", (extras, "rows_of", _stale_rows)),
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
@@ -302,7 +304,8 @@ def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafts", "graphs"), [(0, False), (3, False), (3, True), pytest.param(0, True, marks=pytest.mark.long)]
+    ("drafts", "graphs"),
+    [(0, False), (3, True), *(pytest.param(*n, marks=pytest.mark.long) for n in ((3, False), (0, True)))],
 )
 @torch.no_grad()
 def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, graphs: bool, request: Any) -> None:

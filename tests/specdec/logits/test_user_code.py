@@ -122,8 +122,10 @@ MIXED = ["paced", None, "fading", "all", "criterion", "function"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(0, False), (3, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((3, False), (0, True)))],
+)
 @pytest.mark.parametrize(
     "names",
     [pytest.param(MIXED, id="mixed"), pytest.param(["several"] * 6, id="several", marks=pytest.mark.long)],
@@ -141,8 +143,10 @@ def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
+)
 def test_rows_that_are_opened_again_go_on_with_their_state(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts."""
     if graphs:
@@ -241,8 +245,14 @@ def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("kind", "said"), [(Banning, "the largest score is -inf"), (Unknown, "a score is NaN")])
+@pytest.mark.parametrize(
+    ("sampled", "kind", "said"),
+    [
+        pytest.param(sampled, kind, said, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, sampled in enumerate(({}, {"temperature": 1.0, "seed": 3}))
+        for j, (kind, said) in enumerate(((Banning, "the largest score is -inf"), (Unknown, "a score is NaN")))
+    ],
+)
 def test_scores_that_leave_no_token_end_their_request_alone(
     drafts: int, sampled: dict[str, Any], kind: type[Banning], said: str
 ) -> None:
@@ -279,31 +289,37 @@ def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str,
     assert f"the largest score {said} it was divided by the temperature" in str(errors[0]) and errors[1:] == [None] * 5
 
 
+HOW = {
+    "greedy-0": (0, {}),
+    "greedy-3": (3, {}),
+    "sampled-3": (3, {"temperature": 1.0, "seed": 3}),
+    "top_h-3": (3, {"temperature": 1.0, "top_h": 0.5}),
+    "eta-3": (3, {"temperature": 1.0, "eta_cutoff": 0.1}),
+    "sampled-0": (0, {"temperature": 1.0, "seed": 3}),
+    "top_h-0": (0, {"temperature": 1.0, "top_h": 0.5}),
+    "eta-0": (0, {"temperature": 1.0, "eta_cutoff": 0.1}),
+}
+"""Drafts, and how a token is chosen."""
+NOTHING_LEFT: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (
+        {"allowed_token_ids": [5, 6], "no_repeat_ngram_size": 2},
+        ("greedy-0", "greedy-3", "sampled-3", "top_h-3", "eta-3"),
+    ),
+    ({"allowed_token_ids": [5, 6], "stop_token_ids": (5, 6), "min_new_tokens": 9}, ("greedy-3", "eta-3")),
+    ({"forced_eos_token_id": 7, "suppress_tokens": [7], "max_new_tokens": 4}, ("greedy-3", "sampled-3")),
+    ({"suppress_tokens": [i for i in range(VOCAB) if i not in (5, 6)], "no_repeat_ngram_size": 2}, ()),
+    ({"logit_bias": {i: float("-inf") for i in range(VOCAB)}}, ()),
+]
+"""Options, and how `make test` chooses tokens with them: each way with some of them."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafts", "sampled"),
+    ("options", "drafts", "sampled"),
     [
-        pytest.param(drafts, own, id=f"{name}-{drafts}", marks=[pytest.mark.long] * (drafts == 0 and name != "greedy"))
-        for name, own in {
-            "greedy": {},
-            "sampled": {"temperature": 1.0, "seed": 3},
-            "top_h": {"temperature": 1.0, "top_h": 0.5},
-            "eta": {"temperature": 1.0, "eta_cutoff": 0.1},
-        }.items()
-        for drafts in (0, 3)
-    ],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"allowed_token_ids": [5, 6], "no_repeat_ngram_size": 2},
-        {"allowed_token_ids": [5, 6], "stop_token_ids": (5, 6), "min_new_tokens": 9},
-        {"forced_eos_token_id": 7, "suppress_tokens": [7], "max_new_tokens": 4},
-        pytest.param(
-            {"suppress_tokens": [i for i in range(VOCAB) if i not in (5, 6)], "no_repeat_ngram_size": 2},
-            marks=pytest.mark.long,
-        ),
-        pytest.param({"logit_bias": {i: float("-inf") for i in range(VOCAB)}}, marks=pytest.mark.long),
+        pytest.param(options, *HOW[how], id=f"{i}-{how}", marks=[pytest.mark.long] * (how not in usual))
+        for i, (options, usual) in enumerate(NOTHING_LEFT)
+        for how in HOW
     ],
 )
 def test_options_that_leave_no_token_end_their_request_alone(
@@ -596,7 +612,7 @@ DEFECTS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_planted_defects_are_seen(defect: str, graphs: bool, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
@@ -651,7 +667,7 @@ def test_code_does_not_move_to_another_engine() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_request_ends_when_its_time_is_over(drafts: int) -> None:
     """Running or waiting, with what was reported; others go on."""
     engine = engine_with(drafts, False, RoundExtra(), max_num_seqs=2)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.sweep_configs import all_cases
 from benchmarks.sweep_models import build
-from specdec.ops.experts import ALL_EXPERTS_FUNCTIONS, grouped_swiglu, mixtures, paired_experts
+from specdec.ops.mixtures.choice import ALL_EXPERTS_FUNCTIONS, mixtures, own_form
 from specdec.selftest.twin import enlarge
 
 
@@ -42,9 +42,8 @@ def test_each_computes_what_transformers_own_form_does() -> None:
         x = torch.randn(12, mixture.down_proj.shape[1 if mixture.is_transposed is False else 2])
         index, weights = torch.rand(12, mixture.num_experts).topk(chosen, -1).indices, torch.rand(12, chosen)
         right = ALL_EXPERTS_FUNCTIONS["batched_mm"](mixture, x, index, weights)
-        assert relative(paired_experts(mixture, x, index, weights), right) < 1e-5, type(mixture)
+        assert relative(own_form(mixture, x, index, weights), right) < 1e-5, type(mixture)
         half = mixture.bfloat16()
-        grouped = grouped_swiglu(half, x.bfloat16(), index, weights.bfloat16())
-        assert grouped is None or relative(grouped, right) < 2e-2, type(mixture)
+        assert relative(own_form(half, x.bfloat16(), index, weights.bfloat16()), right) < 2e-2, type(mixture)
         count += 1
     assert count > 20  # 61 in transformers 5.24

@@ -12,8 +12,10 @@ from fakes import experts_form
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import use_experts_implementation
 
-from specdec.ops import experts
-from specdec.ops.experts import CAPTURABLE, MOST_GROUPED, MOST_PAIRS, mixtures, using_capturable_experts
+from specdec.ops.fp8 import FP8
+from specdec.ops.mixtures import PLAIN
+from specdec.ops.mixtures import choice as experts
+from specdec.ops.mixtures.choice import CAPTURABLE, MOST_GROUPED, MOST_PAIRS, mixtures, using_capturable_experts
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -95,7 +97,9 @@ def test_each_mixture_runs_in_its_fastest_form(
     def noted(form: str, result: Any) -> Any:
         return lambda *given: (calls.append(form), result(*given))[1]
 
-    monkeypatch.setattr(experts, "paired_experts", noted("paired_experts", lambda module, hidden, *_: hidden))
+    monkeypatch.setattr(
+        experts, "paired_experts", noted("paired_experts", lambda module, x, i, *_: x.new_zeros(*i.shape, x.shape[1]))
+    )
     monkeypatch.setattr(
         experts, "routed_experts", noted("routed_experts", lambda x, i, *_: x.new_zeros(*i.shape, x.shape[1]))
     )
@@ -118,9 +122,9 @@ def test_swiglu_experts_compute_what_transformers_does(name: str) -> None:
         count = mixture.down_proj.shape[0]
         hidden = torch.randn(40, 32).to(torch.bfloat16)
         index, weights = torch.rand(40, count).topk(2, -1).indices, torch.rand(40, 2).to(torch.bfloat16)
-        found = experts.grouped_swiglu(mixture, hidden, index, weights)
-        assert found is not None
-        exact = experts.paired_experts(mixture.float(), hidden.float(), index, weights.float())
+        assert experts.gating_of(mixture) is not None
+        found = experts.own_form(mixture, hidden, index, weights)
+        exact = experts.own_form(mixture.float(), hidden.float(), index, weights.float())
         mixture.to(torch.bfloat16)
         assert float((found.float() - exact).norm() / exact.norm()) < 8e-3
 
@@ -185,5 +189,6 @@ def test_a_model_without_experts_is_left_alone() -> None:
 )
 def test_mixtures_in_8_bits_that_are_plain_swiglu(other: dict[str, Any]) -> None:
     """Clamps, caps and other activations are left to the operators of the module itself."""
-    names = {"act_fn": torch.nn.SiLU(), "swiglu_alpha": None, "limit": None, "gate_softcap": None}
-    assert experts._is_plain_fp8(SimpleNamespace(**names | other)) == (not other)
+    names = {"act_fn": torch.nn.SiLU(), "swiglu_alpha": None, "limit": None, "gate_softcap": None, "has_gate": True}
+    mixture = SimpleNamespace(**names | {"down_proj": torch.zeros(1, 8, 8, dtype=FP8)} | other)
+    assert experts.gating_of(mixture) == (None if other else PLAIN)

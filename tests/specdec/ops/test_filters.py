@@ -433,21 +433,15 @@ def emission() -> Emission:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("one_hot", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_emitted_tokens_have_the_targets_distribution(one_hot: bool, emission: Emission) -> None:
     assert emission.p_value("", one_hot) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "defect",
-    [
-        "filters forgotten",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("the draft's uniform again", "q of a greedy draft", "q of another step")
-        ),
-    ],
+    ["filters forgotten", "the draft's uniform again", "q of a greedy draft", "q of another step"],
 )
 def test_planted_defects_are_seen(defect: str, emission: Emission) -> None:
     assert emission.p_value(defect) < 1e-4

@@ -13,10 +13,10 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from specdec.compiler.siblings import SiblingFp8Linear, fuse_siblings
-from specdec.ops.experts import fp8_expert_matmul
 from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, fp8_quantise_by, reference_matmul
+from specdec.ops.mixtures.paired import expert_matmul
 from specdec.wrapped.alterations import Alterations
-from specdec.wrapped.fp8 import Fp8Layers
+from specdec.wrapped.quantised_layers import Fp8Layers
 from tests.fp8 import multiplied_out, quantised, rounded
 
 interpreted = pytest.mark.skipif(
@@ -86,8 +86,12 @@ def test_the_kernel_keeps_a_group_of_zeros() -> None:
 @pytest.mark.parametrize("width", [96, 1160])
 def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> None:
     """To the bit: norms of an input and of a sum, gated activations; groups that are cut, more than one program has."""
-    from specdec.ops.elementwise_kernel import launch_norm, launch_silu_product
-    from specdec.ops.fp8_fused_kernel import launch_norm_fp8, launch_silu_product_fp8
+    from specdec.ops.elementwise_kernel import (
+        launch_norm,
+        launch_norm_fp8,
+        launch_silu_product,
+        launch_silu_product_fp8,
+    )
     from specdec.ops.fp8_kernel import launch_quantise
 
     x, other = torch.randn(3, 2 * width, dtype=torch.float16).split(width, 1)
@@ -110,11 +114,11 @@ def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> 
 @pytest.mark.parametrize("weight_first", [False, True])
 def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_first: bool) -> None:
     """Rows that fill no tile, blocks that are cut, tokens in two tiles."""
-    from specdec.ops.fp8_kernel import Tiling, launch_fp8_matmul
+    from specdec.ops.fp8_kernel import Fp8Tiling, launch_fp8_matmul
 
     x, x_scale, weight, scale = operands(tokens, rows, width)
     right = reference_matmul(x, x_scale, weight, scale)
-    tiling = Tiling(16, 64 if weight_first else 32, weight_first, 4, 2)
+    tiling = Fp8Tiling(16, 64 if weight_first else 32, weight_first, 4, 2)
     assert error(launch_fp8_matmul(x, x_scale, weight, scale, torch.float32, tiling), right) < 1e-6
     wrong = launch_fp8_matmul(x, x_scale, weight, scale.roll(1, 1), torch.float32, tiling)
     assert error(wrong, right) > 0.05
@@ -131,7 +135,7 @@ def test_several_programs_share_the_columns_of_a_row(
     from specdec.ops import fp8_kernel
 
     x, x_scale, weight, scale = operands(3, 100, width)
-    tiling, seen = fp8_kernel.Tiling(16, 64, True, 4, 2, at_once, splits), []
+    tiling, seen = fp8_kernel.Fp8Tiling(16, 64, True, 4, 2, at_once, splits), []
     kernel: Any = fp8_kernel.sum_kernel
 
     class Spy:
@@ -183,49 +187,45 @@ def test_many_tokens_leave_no_multiprocessor_idle(tokens: int) -> None:
 
 def test_experts_of_pairs_with_inputs_of_their_own() -> None:
     """Each pair is one matmul; of the second matmul of a mixture every pair has its own input."""
-    x, x_scale, _, _ = operands(6, 1, 200)
+    x = torch.randn(3, 2, 200)
     stack, scales = torch.randn(3, 160, 200).to(FP8), torch.rand(3, 2, 2) + 0.2
     index = torch.tensor([[0, 2], [2, 1], [0, 1]])
     for own in (1, 2):
-        given, given_scale = (each.unflatten(0, (-1, 2))[:, :own] for each in (x, x_scale))
-        found = fp8_expert_matmul(given, given_scale, stack, scales, index, torch.float32)
+        found = expert_matmul(x[:, :own], stack, scales, index)
         for token, place in itertools.product(range(3), range(2)):
-            at, expert = place if own == 2 else 0, int(index[token, place])
-            pair = given[token, at][None], given_scale[token, at][None]
+            expert, pair = int(index[token, place]), fp8_quantise(x[token, place if own == 2 else 0][None])
             assert error(found[token, place], reference_matmul(*pair, stack[expert], scales[expert])[0]) < 1e-6
 
 
 @interpreted
-def test_more_pairs_of_an_expert_than_a_tile_and_than_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 pairs of each of two experts, sixteen at a time, in launches of 60 and 20 pairs."""
-    from specdec.ops import experts_kernel
+def test_more_pairs_of_an_expert_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 pairs of each of two experts, sixteen at a time."""
+    from specdec.ops.mixtures import routed_kernel
 
-    monkeypatch.setattr(experts_kernel, "LAUNCH_PAIRS", 60)
-    x, x_scale, _, _ = operands(40, 1, 128)
+    monkeypatch.setattr(routed_kernel, "launch_quantise", fp8_quantise)  # Triton's interpreter rounds otherwise
+    x = torch.randn(40, 1, 128)
     stack, scales = torch.randn(2, 160, 128).to(FP8), torch.rand(2, 2, 1) + 0.2
     index = torch.tensor([[1, 0]] * 40)
-    out = torch.full((40, 2, 160), torch.nan)
-    experts_kernel.launch_fp8_expert_matmul(x[:, None], x_scale[:, None], stack, scales, index, out)
-    assert error(out, fp8_expert_matmul(x[:, None], x_scale[:, None], stack, scales, index, torch.float32)) < 1e-6
+    out = routed_kernel.launch_expert_matmul(x, stack, scales, index)
+    assert error(out, expert_matmul(x, stack, scales, index)) < 1e-6
 
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("pairs", [(4, 1, 3), (9, 2, 2)])
-def test_the_kernel_of_experts(pairs: tuple[int, int, int]) -> None:
-    """Fewer pairs than experts and more; one row of x a token, and one a pair."""
-    from specdec.ops.experts_kernel import launch_fp8_expert_matmul
+@pytest.mark.parametrize("pairs", [(1, 1, 3), (4, 1, 3), (9, 2, 2)])
+def test_the_kernel_of_experts(pairs: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token; fewer pairs than experts and more; one row of x a token, and one a pair."""
+    from specdec.ops.mixtures import routed_kernel
 
+    monkeypatch.setattr(routed_kernel, "launch_quantise", fp8_quantise)
     tokens, own, chosen = pairs
-    x, x_scale, _, _ = operands(tokens * own, 1, 200)
+    x = torch.randn(tokens, own, 200)
     stack, scales = torch.randn(16, 160, 200).to(FP8), torch.rand(16, 2, 2) + 0.2
-    index = torch.randint(16, (tokens, chosen))
-    given = x.view(tokens, own, 200), x_scale.view(tokens, own, 2), stack, scales, index
-    out = torch.empty(tokens, chosen, 160)
-    launch_fp8_expert_matmul(*given, out)
-    right = fp8_expert_matmul(*given, torch.float32)
+    index = torch.rand(tokens, 16).topk(chosen, -1).indices
+    out, right = routed_kernel.launch_expert_matmul(x, stack, scales, index), expert_matmul(x, stack, scales, index)
     assert error(out, right) < 1e-6
-    plain = x.view(tokens, own, 200)[0, 0].float() * x_scale[0].repeat_interleave(128)[:200]
+    rounded, of_x = fp8_quantise(x[0, :1])
+    plain = rounded[0].float() * of_x[0].repeat_interleave(128)[:200]
     one = multiplied_out(stack[index[0, 0]], scales[index[0, 0]]).float() @ plain
     assert error(right[0, 0], one) < 1e-6
 
@@ -301,7 +301,7 @@ def test_operators_are_registered_as_the_compiler_needs_them() -> None:
         (fp8_quantise, (torch.randn(3, 200),)),
         (fp8_quantise_by, (torch.randn(3, 200), torch.tensor(0.01))),
         (fp8_matmul, (x, x_scale, weight, scale, torch.bfloat16)),
-        (fp8_expert_matmul, (x[:, None], x_scale[:, None], stack, scales, index, torch.bfloat16)),
+        (expert_matmul, (torch.randn(3, 1, 200), stack, scales, index)),
     ]
     for operator, arguments in calls:  # torch has too few operators in 8 bits for its other checks
         torch.library.opcheck(operator, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))

@@ -12,7 +12,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from specdec.ops import experts_kernel, fp8_fused_kernel, fp8_kernel
+from specdec.ops import elementwise_kernel, fp8_kernel
 
 FP8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
 EIGHT_BITS = {"x_ptr": FP8, "weight_ptr": FP8, "stack_ptr": FP8, "out_ptr": BF16}
@@ -40,8 +40,8 @@ def compiled(kernel, kinds, constants, warps=4, stages=3):
 D = {"DEPENDENT": True}
 small = [compiled(fp8_kernel._quantise_kernel, QUANTISING, {"GROUPS": 8} | D)]
 norm = {"WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
-small.append(compiled(fp8_fused_kernel._norm_fp8_kernel, QUANTISING, norm | D, 8))
-small.append(compiled(fp8_fused_kernel._silu_product_fp8_kernel, QUANTISING, {"WIDTH": 14336, "GROUPS": 8} | D))
+small.append(compiled(elementwise_kernel._norm_kernel, QUANTISING, norm | D, 8))
+small.append(compiled(elementwise_kernel._silu_product_kernel, QUANTISING, {"WIDTH": 14336, "BLOCK": 1024} | D))
 compiled(fp8_kernel.sum_kernel, {}, {"SPLITS": 5, "SIZE": fp8_kernel._SUM_SIZE} | D, fp8_kernel._SUM_WARPS)
 tilings = {fp8_kernel.tiling_of(n, rows, 4096) for n in (1, 32, 64, 128, 512) for rows in (4096, 28672)}
 wide = []
@@ -50,8 +50,6 @@ for tile in sorted(tilings, key=str):
     to = EIGHT_BITS | ({"out_ptr": F32} if tile.splits > 1 else {})
     constants = tiles | {"AT_ONCE": tile.at_once} | D
     wide.append(compiled(fp8_kernel._fp8_matmul_kernel, to, constants, tile.warps, tile.stages))
-pairs = {"PAIRS": 64, "BY_PAIR": True, "TILE_PAIRS": 16, "TILE_ROWS": 64}
-compiled(experts_kernel._fp8_expert_matmul_kernel, EIGHT_BITS, pairs, 4, 5)
 print(all("griddepcontrol" in ptx for ptx in small + wide), all("e4m3" in ptx for ptx in small + wide),
       sum("wgmma" in ptx and "e4m3.e4m3" in ptx for ptx in wide), len(wide))
 """

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import specdec.acceptance.judge
 from drafters.loops.base import Draft
 from specdec.acceptance.judge import fill_drafts, fill_from_loop, in_order, judge_from_loop, judge_greedy
-from specdec.ops.greedy_rows import accept_greedily
+from specdec.ops.greedy_kernel import launch_acceptance
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.transfer import DeviceRound
 from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
@@ -135,7 +135,7 @@ def test_no_more_drafts_are_accepted_than_there_are_places() -> None:
     where there is no draft."""
     greedy, drafts = torch.tensor([4, 5, 0]), torch.tensor([[4, 5]])
     out = torch.full((1,), -1), torch.full((1, 3), -1), torch.full((1, 2), -1)
-    accept_greedily(greedy, torch.arange(3)[None], torch.tensor([99]), drafts, torch.tensor([0]), out)
+    launch_acceptance(greedy, torch.arange(3)[None], torch.tensor([99]), drafts, torch.tensor([0]), out)
     assert [each.tolist() for each in out] == [[2], [[4, 5, 0]], [[4, 5]]]
 
 

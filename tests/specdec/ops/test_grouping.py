@@ -16,8 +16,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime._async_compile import active_mode
 
-from specdec.ops import grouping_kernel
-from specdec.ops.grouping_kernel import Groups, group_pairs
+from specdec.ops.mixtures import grouping_kernel
+from specdec.ops.mixtures.grouping_kernel import Groups, group_pairs
 
 
 def tiles_of(groups: Groups) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from specdec.ops.routed import dequantised_mxfp4
+from specdec.ops.mixtures.routed import dequantised_mxfp4
 from tests.compiled import printed
 
 
@@ -33,7 +33,7 @@ def test_multiplied_out_by_a_kernel(experts: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("tests/gpu runs the kernels compiled")
-    from specdec.ops.mxfp4_kernel import launch_dequantise
+    from specdec.ops.mixtures.mxfp4_kernel import launch_dequantise
 
     blocks, exponents = torch.randint(256, (experts, 6, 96)).byte(), torch.randint(118, 122, (experts, 6, 3)).byte()
     blocks = blocks[..., :48]
@@ -47,7 +47,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from specdec.ops.mxfp4_kernel import _few_kernel
+from specdec.ops.mixtures.mxfp4_kernel import _few_kernel
 
 KINDS = {"x_ptr": "*i32", "stack_ptr": "*i32", "scale_ptr": "*u8", "index_ptr": "*i64", "bias_ptr": "*bf16",
          "out_ptr": "*bf16", "alpha": "fp32", "limit": "fp32"}

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import Field, dataclass, field, fields, make_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -21,7 +22,7 @@ from specdec.cli.inspect import inspect as inspect_command
 from specdec.cli.options import load_options, offered
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
-from specdec.loading.backends import kv_format, kv_layout
+from specdec.loading.cache_format import kv_format, kv_layout
 from specdec.options.kinds import Choice, Kind, Switch, Whole
 from specdec.options.load_options import _OTHER_NAMES, LoadOptions, Option, option_of
 
@@ -185,7 +186,9 @@ def test_every_word_of_the_list_is_known_where_it_is_used() -> None:
     stored, order = kinds["kv_cache_dtype"], kinds["kv_cache_layout"]
     assert isinstance(stored, Choice) and isinstance(order, Choice) and isinstance(kinds["cuda_graphs"], Switch)
     assert [kv_layout(word, TorchBackend(torch.device("cpu"))) for word in order.words] == ["NHD", "NHD", "HND"]
-    assert [kv_format(word, None).dtype for word in stored.words] == [None, torch.float8_e4m3fn]
+    probed: Any = SimpleNamespace(calls=("a layer",))
+    formats = [kv_format(None, probed, LoadOptions(kv_cache_dtype=word)) for word in stored.words]
+    assert [format.dtype for format in formats] == [None, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes import LetterTokenizer
 
-from specdec.engine.faults import rewound
+from specdec.engine.ends import rewound
 from specdec.requests.request import Progress, Request, RowRound, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RoundRecord

@@ -59,7 +59,7 @@ def test_without_rounds_there_is_no_rate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.long), 4])
 def test_the_engines_rounds_add_up(num_drafts: int) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=num_drafts)

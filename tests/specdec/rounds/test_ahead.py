@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec.rounds.drafting
-from drafters.loops.module_arrays import module_batch, module_rows
+from drafters.loops.prefill import module_batch, module_rows
 from specdec.rounds.drafting import ahead_inputs
 from specdec.rounds.verification import RoundTables, TargetArrays
 

@@ -125,8 +125,14 @@ def test_tokens_from_graphs_are_too(
     assert ragged and fixed and launched and all(read == bool(drafts) for read in launched)
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [
+        (3, False),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True))),
+    ],
+)
 def test_rows_that_are_opened_again_keep_their_bias(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts: columns follow from the tokens."""
     if graphs:
@@ -157,8 +163,14 @@ def sampled_oracle(prompt: list[int], completion: Any, params: SamplingParams) -
     return said[len(prompt) :][:NEW]
 
 
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("drafts", "graphs"),
+    [
+        (3, False),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True))),
+    ],
+)
 @torch.no_grad()
 def test_sampled_tokens_are_decided_by_the_biased_distribution(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:

@@ -14,9 +14,7 @@ from fakes import table_head, tiny_llama
 import specdec.rounds.buckets
 from attention.recurrence.index import FoldRule
 from drafters.loops.base import DraftInput, LoopSize
-from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_arrays import ChainSection
-from drafters.loops.module_arrays import ModuleSection
+from drafters.loops.chain import ChainLoop, DraftSection
 from specdec.config import EngineConfig
 from specdec.extras.long_factors import LongFactors
 from specdec.extras.recurrent_states import RecurrentStates
@@ -32,9 +30,8 @@ HOMES = {
     "ahead.": "specdec/rounds/transfer.py",
     "sampling.": "specdec/rounds/transfer.py",
     "passes.": "specdec/rounds/transfer.py",
-    "prefill.": "drafters/loops/chain_arrays.py",
-    "step.": "drafters/loops/chain_arrays.py",
-    "modules.": "drafters/loops/module_arrays.py",
+    "prefill.": "drafters/loops/chain.py",
+    "step.": "drafters/loops/steps.py",
 }
 
 
@@ -72,7 +69,7 @@ def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     ahead = AheadSection(3)
     common = target_sizes(4, 16, 8, 3, groups=(7, 9)) | sampling.sizes(3) | ahead.sizes(4, 16, 8)
     shared = target.fields + sampling.fields + ahead.fields
-    for section in (ChainSection(), ModuleSection(3, 4)):
+    for section in (DraftSection(1), DraftSection(3)):
         fields, sizes = (*shared, *section.fields), section.sizes(size)
         assert len({field.name for field in fields}) == len(fields)
         assert {dim for field in fields for dim in field.dims} <= set(common | sizes)
@@ -118,7 +115,7 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
     if not drafting:
         assert sent.draft is None
         return
-    prefill, steps = sent.draft.prefill, sent.draft.steps  # type: ignore[union-attr, attr-defined]
+    (prefill,), steps = sent.draft.passes, sent.draft.steps  # type: ignore[union-attr, attr-defined]
     assert prefill.sources.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 5] and prefill.last_row.tolist() == [2, 3]
     assert [step.positions.tolist() for step in steps] == [[11, 0]]

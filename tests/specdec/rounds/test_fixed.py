@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
-from drafters.loops.module_arrays import module_batch, module_rows, rows_before
+from drafters.loops.prefill import module_batch, module_rows, rows_before
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.buckets import fixed_shape

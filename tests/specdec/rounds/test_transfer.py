@@ -13,8 +13,7 @@ from fakes import table_head, tiny_llama
 import specdec.rounds.transfer
 from attention.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, LoopSize
-from drafters.loops.chain import ChainLoop
-from drafters.loops.chain_arrays import ChainInputs
+from drafters.loops.chain import ChainLoop, DraftInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import ahead_inputs, draft_input
@@ -53,9 +52,9 @@ def verification(temperature: float = 0.0) -> DeviceRound:
     return sent(temperature)[0].verification
 
 
-def chain(temperature: float = 0.0) -> ChainInputs:
+def chain(temperature: float = 0.0) -> DraftInputs:
     loop = sent(temperature)[0].draft
-    assert isinstance(loop, ChainInputs)
+    assert isinstance(loop, DraftInputs)
     return loop
 
 
@@ -75,13 +74,13 @@ def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> No
 def test_everything_of_a_round_is_one_copy(temperature: float) -> None:
     both, transfer = sent(temperature)
     assert transfer.arena.generation == 1
-    assert isinstance(both.draft, ChainInputs) and len(both.draft.steps) == K - 1
+    assert isinstance(both.draft, DraftInputs) and len(both.draft.steps) == K - 1
     assert (both.verification.sampling is None) == (temperature == 0)
 
 
 def test_the_draft_prefill_reads_what_was_accepted_one_token_on() -> None:
     """Positions of the accepted token rows, each with the token after it."""
-    prefill = chain().prefill
+    (prefill,) = chain().passes
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 7]
     assert prefill.token_ids.tolist() == [21, 22, 23, 17]
     assert prefill.sources.tolist() == [0, 1, 2, 4] and prefill.last_row.tolist() == [2, 3]

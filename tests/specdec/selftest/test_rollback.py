@@ -86,7 +86,7 @@ def test_a_wrong_recurrence_is_refused_by_the_self_test(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [1, 2])
+@pytest.mark.parametrize("drafts", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_few_drafts_show_a_wrong_replay_as_well(drafts: int) -> None:
     target = model_of("qwen3_next", drafts).target
     for defect in ("no replay", "replay one short", "drafts folded in"):
@@ -117,7 +117,7 @@ WRONG_INDEX: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("defect", WRONG_INDEX)
 def test_wrong_arithmetic_of_the_engine_shows_in_the_tokens(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = model_of("qwen3_next")

@@ -127,14 +127,14 @@ def test_only_tokens_with_another_choice_are_given_it() -> None:
     with reader.reading(model, np.array([0]), np.array([6])):
         plain = model(input_ids=ids[None], use_cache=False).logits[0]
     first, second = reader.rows[0]
-    index, weights = first.index.clone(), first.weights.clone()
+    index, weights = first.experts.clone(), first.weights.clone()
     index[3, -1] = next(expert for expert in range(8) if expert not in index[3])
     index[2], weights[2] = index[2].flip(0), weights[2].flip(0)  # the same experts in another order: the same choice
     weights[4, 0] += 0.5  # a factor that jumps, as Phi-MoE's do
     reader.rows[0] = [Routed(first.states, index, weights), second]
     logits, (own, _) = reader.read_eager(model, 0, ids)
     assert torch.allclose(logits[:3], plain[:3], atol=1e-5) and not torch.allclose(logits[3], plain[3], atol=1e-2)
-    assert torch.equal(own.index, first.index)  # what the router itself chose
+    assert torch.equal(own.experts, first.experts)  # what the router itself chose
     assert reader.rows[0][0].moved(own).nonzero().tolist() == [[3, 1], [4, 0]]
 
 

@@ -13,15 +13,14 @@ from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
-from specdec.ops import experts as fp8_experts
 from specdec.ops import fp8 as operators
 from specdec.ops.fp8 import FP8, dequantised
+from specdec.ops.mixtures import routed
 from specdec.selftest import eager_reference
 from specdec.selftest.selftest import self_test
 from specdec.selftest.twin import _build
-from specdec.wrapped import fp8
-from specdec.wrapped.fp8 import Fp8Layers, unrounded_activations
 from specdec.wrapped.probing import probe_target
+from specdec.wrapped.quantised_layers import Fp8Layers, unrounded_activations
 from specdec.wrapped.target import Target
 from tests.fakes import load_target
 from tests.fp8 import LLAMA, QWEN, multiplied_out, quantised, write
@@ -46,15 +45,21 @@ def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
     """32 layers in bfloat16, as the 8B shape on an H200: 0.37 there, with rounding."""
     deep = target(tmp_path / "target", {**SMALL, "num_hidden_layers": 32}, torch.bfloat16)
     assert self_test(deep) < 0.12
-    monkeypatch.setattr(fp8, "are_rounded", lambda: True)
+    monkeypatch.setattr("specdec.wrapped.quantised_layers.are_rounded", lambda: True)
     with pytest.raises(UnsupportedModelError, match=r"error 0\.[23].* \(allowed for torch.bfloat16: 0.2\)"):
         self_test(deep)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [SMALL, QWEN], ids=["linear", "experts"])
-@pytest.mark.parametrize("defect", ["slot", "position"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "defect"),
+    [
+        pytest.param(sizes, dtype, defect, id=f"{name}-{dtype}-{defect}", marks=[pytest.mark.long] * ((i + j + k) % 2))
+        for i, (name, sizes) in enumerate((("linear", SMALL), ("experts", QWEN)))
+        for j, dtype in enumerate((torch.bfloat16, torch.float32))
+        for k, defect in enumerate(("slot", "position"))
+    ],
+)
 def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
     tmp_path: Path, sizes: dict[str, Any], dtype: torch.dtype, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +93,7 @@ def test_a_layer_of_every_kind_is_multiplied_out(tmp_path: Path, monkeypatch: py
         raise AssertionError("activations are quantised")
 
     monkeypatch.setattr(operators, "fp8_quantise", refuse)
-    monkeypatch.setattr(fp8_experts, "fp8_quantise", refuse)
+    monkeypatch.setattr(routed, "fp8_quantise", refuse)
     layer: Any = block.v
     with unrounded_activations():
         ours = layer(x)

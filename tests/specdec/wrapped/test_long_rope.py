@@ -138,7 +138,7 @@ def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("phi3", marks=pytest.mark.long)])
 def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str) -> None:
     prompts, answers = answers_of(kind)
     few = {**OPTIONS, "kv_cache_tokens": 112}
@@ -148,7 +148,7 @@ def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("phi3", marks=pytest.mark.long)])
 def test_pages_with_short_and_with_long_factors_are_not_shared(kind: str) -> None:
     """The same first tokens in a short prompt, in a long one, and in a long one again."""
     prompts, answers = answers_of(kind)
@@ -166,7 +166,9 @@ def test_pages_with_short_and_with_long_factors_are_not_shared(kind: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k in ("minicpm3", "phimoe"))) for k in KINDS]
+)
 def test_the_tables_hold_what_the_modules_compute(kind: str) -> None:
     """cos and sin bit by bit, in compiled code as well; afterwards the module is as it was."""
     model, x = model_of(kind), torch.zeros(1)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from attention.hf.weights import model_bytes
 from specdec.requests.sampling import SamplingParams
-from specdec.wrapped.mxfp4 import Mxfp4Experts, kept_in_mxfp4, stays_in_mxfp4
+from specdec.wrapped.quantised_layers import Mxfp4Experts, Mxfp4Quantizer, loaded_by, own_quantizer
 from tests.quantised import mxfp4
 
 
@@ -36,7 +36,7 @@ def dense(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def kept(folder: Path) -> Any:
     loaded: Any = AutoModelForCausalLM
-    with kept_in_mxfp4():
+    with loaded_by("mxfp4", Mxfp4Quantizer):
         return loaded.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -63,7 +63,7 @@ def test_it_is_saved_as_it_was_read(folder: Path, tmp_path: Path) -> None:
 
 def test_generates_the_tokens_of_the_dense_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the reference runs: 4 bits stay on a GPU only, where kernels read them."""
-    monkeypatch.setattr("specdec.wrapped.mxfp4.stays_in_mxfp4", lambda *_: True)
+    monkeypatch.setattr("specdec.wrapped.quantised_layers.own_quantizer", lambda *_: Mxfp4Quantizer)
     prompt, params = list(range(3, 12)), SamplingParams(max_new_tokens=12, ignore_eos=True)
     with wrap(folder, num_speculative_tokens=0) as model:
         found = model.generate([prompt], params)[0].token_ids
@@ -85,7 +85,7 @@ def test_generates_the_tokens_of_the_dense_model(folder: Path, monkeypatch: pyte
         ("mxfp4", torch.float32, "cuda", True, False),
         ("mxfp4", "auto", "cpu", True, False),
         ("mxfp4", "auto", "cuda", False, False),
-        ("gptq", "auto", "cuda", True, False),
+        ("fp8", "auto", "cuda", True, False),
     ],
 )
 def test_where_four_bits_stay(method: str, dtype: Any, device: str, alone: bool, stays: bool, folder: Path) -> None:
@@ -93,4 +93,6 @@ def test_where_four_bits_stay(method: str, dtype: Any, device: str, alone: bool,
 
     config = AutoConfig.from_pretrained(folder)
     config.dtype = torch.bfloat16
-    assert stays_in_mxfp4(config, method, dtype, torch.device(device), alone) is stays
+    stored = {"quant_method": method}
+    found = own_quantizer(config, stored, dtype, torch.device(device), "gpt-oss", alone)
+    assert (found is Mxfp4Quantizer) is stays

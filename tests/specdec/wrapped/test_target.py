@@ -20,7 +20,7 @@ from attention.hf.probe import probe
 from drafters.base import FINAL_NORM
 from specdec.errors import CacheTooSmallError, InvalidInputError, InvariantError, UnsupportedModelError
 from specdec.requests.sampling import SamplingParams
-from specdec.selftest.eager_reference import dummy_ids, likely_cause, scrambled_table
+from specdec.selftest.eager_reference import DummyRows, likely_cause
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.probing import probe_target
 from specdec.wrapped.target import AuxStateRecorder
@@ -78,7 +78,7 @@ def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [n if n in ("llama", "qwen2", "gemma2", "gpt_oss") else pytest.param(n, marks=pytest.mark.slow) for n in RIGHT],
+    [pytest.param(n, marks=[pytest.mark.long] * (n in ("qwen3", "mistral", "olmo2"))) for n in RIGHT],
 )
 def test_a_supported_family_comes_out_right(kind: str) -> None:
     model = build(kind, RIGHT[kind])
@@ -258,12 +258,12 @@ def test_a_forward_that_passes_no_aux_hidden_states_is_noticed() -> None:
 def test_a_batch_longer_than_the_buffer_is_refused_by_the_target() -> None:
     wrapped = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=2)
     lens = np.array([30])
-    table, ids = scrambled_table(wrapped.target, lens), dummy_ids(wrapped.target, lens)
-    batch = rows_batch(np.array([0, 30], np.int32), np.array([0]), table, 4)
-    arena, bucket = single_batch_arena(1, 30, table.shape[1], torch.device("cpu"))
+    rows = DummyRows.of(wrapped.target, lens)
+    batch = rows_batch(np.array([0, 30], np.int32), np.array([0]), rows.table, 4)
+    arena, bucket = single_batch_arena(1, 30, rows.table.shape[1], torch.device("cpu"))
     planned = wrapped.target.runner.plan(stage(batch, arena, bucket))
     with pytest.raises(InvariantError, match="30 tokens are to be read in one forward"):
-        wrapped.target.forward(ids[0], planned, None)
+        wrapped.target.forward(rows.ids[0], planned, None)
 
 
 def rope(model: Any, states: torch.Tensor) -> Any:
@@ -286,7 +286,7 @@ def test_the_probe_does_not_change_the_model() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float64])
 @pytest.mark.parametrize(
-    "kind", ["llama", "gpt_oss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gemma2", "mixtral"))]
+    "kind", ["llama", "gpt_oss", *(pytest.param(k, marks=pytest.mark.long) for k in ("gemma2", "mixtral"))]
 )
 def test_rounding_does_not_fail_the_self_test(kind: str, dtype: torch.dtype) -> None:
     if kind in ("mixtral", "gpt_oss") and dtype == torch.float64:

@@ -21,8 +21,8 @@ from attention.runner import GroupRunner
 from specdec.errors import UnsupportedModelError
 from specdec.selftest import eager_reference
 from specdec.selftest.selftest import self_test
-from specdec.wrapped.fp8 import unrounded_activations
 from specdec.wrapped.probing import probe_target
+from specdec.wrapped.quantised_layers import unrounded_activations
 from specdec.wrapped.target import Target
 from tests.fakes import load_target
 from tests.quantised import compressed_tensors, need
@@ -79,20 +79,25 @@ def target(model: Any) -> Target:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["FP8 by token", pytest.param("FP8 by tensor, static", marks=pytest.mark.long), "torchao"]
+    "name", ["FP8 by token", *(pytest.param(n, marks=pytest.mark.long) for n in ("FP8 by tensor, static", "torchao"))]
 )
 def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 layers: as near as the model that is not quantised (0.12); with rounding 0.42, 0.41 and 0.24."""
     deep = target(MAKERS[name](32, tmp_path))
     assert self_test(deep) < 0.16
-    monkeypatch.setattr("specdec.wrapped.fp8.unrounded_activations", lambda _: nullcontext())
+    monkeypatch.setattr("specdec.wrapped.quantised_layers.unrounded_activations", lambda _: nullcontext())
     with pytest.raises(UnsupportedModelError, match=r"error 0\.[2345].* \(allowed for torch.bfloat16: 0.2\)"):
         self_test(deep)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FP8 by token", "torchao"])
-@pytest.mark.parametrize("defect", ["slot", "position"])
+@pytest.mark.parametrize(
+    ("name", "defect"),
+    [
+        *(("FP8 by token", "slot"), ("torchao", "position")),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in (("FP8 by token", "position"), ("torchao", "slot"))),
+    ],
+)
 def test_a_wrong_slot_or_position_is_refused(
     name: str, defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

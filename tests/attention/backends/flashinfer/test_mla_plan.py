@@ -18,7 +18,7 @@ from attention.backends.flashinfer.mla_plan import (
     LEAST_KEYS,
     WHOLE_KEYS,
     Arrays,
-    Layout,
+    PlanLayout,
     SplitKV,
     Tiles,
     write_all,
@@ -40,11 +40,11 @@ def host_batch(rows: list[tuple[int, int]]) -> HostBatch:
     return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), computed, table, 16)
 
 
-def planned(host: HostBatch, heads: int, sms: int, spare: int = 0) -> tuple[Tiles, SplitKV, Layout, Arrays]:
+def planned(host: HostBatch, heads: int, sms: int, spare: int = 0) -> tuple[Tiles, SplitKV, PlanLayout, Arrays]:
     tiles = Tiles.of(host.query_start_loc, heads, sms)
     keys = tiles.keys(host.seq_lens)
     split = SplitKV.of(tiles, keys)
-    layout = Layout.of(tiles, len(split.tile) + spare, sms)
+    layout = PlanLayout.of(tiles, len(split.tile) + spare, sms)
     arrays = layout.arrays(np.full(layout.nbytes // 4, -7, np.int32))
     write_all(arrays, tiles, split, keys, host)
     return tiles, split, layout, arrays
@@ -143,7 +143,7 @@ def test_a_row_is_split_by_itself_while_the_batch_is_small(own: int, others: int
     beside = planned(host_batch([(1, computed), *((1, 600 + i) for i in range(others))]), 16, 132)
     drafted = planned(host_batch([(4, computed), (4, own)]), 16, 132)
 
-    def boundaries(found: tuple[Tiles, SplitKV, Layout, Arrays]) -> set[int]:
+    def boundaries(found: tuple[Tiles, SplitKV, PlanLayout, Arrays]) -> set[int]:
         tiles, _, _, arrays = found
         return {begin for begin, _ in walk(arrays, tiles, 16)[0]}
 
@@ -195,6 +195,6 @@ def test_arrays_lie_on_multiples_of_16_bytes_in_the_plans_order() -> None:
 def test_more_items_than_the_list_has_room_for_raise() -> None:
     host = host_batch([(4, 900)])
     tiles, split, _, _ = planned(host, 16, 132)
-    small = Layout.of(tiles, len(split.tile) - 1, 132)
+    small = PlanLayout.of(tiles, len(split.tile) - 1, 132)
     with pytest.raises(InvariantError, match="no room for 8 items"):
         write_all(small.arrays(np.zeros(small.nbytes // 4, np.int32)), tiles, split, tiles.keys(host.seq_lens), host)

@@ -25,7 +25,7 @@ from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, write
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from attention.staging import StagingArena, bucket_of
-from specdec.loading.backends import kv_layout
+from specdec.loading.cache_format import kv_layout
 from tests.attention.batches import small_size
 from tests.attention.oracle import Rig, Variant, expected_row
 

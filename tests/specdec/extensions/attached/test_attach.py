@@ -37,7 +37,7 @@ from transformers import (
 from specdec.errors import ClosedModelError, InvalidInputError
 from specdec.extensions.attached.asked import row_wise
 from specdec.extensions.attached.attach import Attachment, attach
-from specdec.loading.builtin import builtin_path
+from specdec.loading.names import builtin_path
 from specdec.requests.sampling import SamplingParams
 
 A, B, C = ([token or 1 for token in prompt] for prompt in random_prompts((9, 5, 14)))  # 0 is the pad token
@@ -201,11 +201,11 @@ def test_wrong_calls_raise_what_transformers_raises(attached: Any, target: Any, 
 def test_what_is_not_served_is_refused_by_name_or_runs_as_before(attached: Any, target: Any, case: str) -> None:
     with pytest.raises(InvalidInputError, match=r"beams|embeds|guidance|lookup|hidden_states|attentions"):
         call(attached, REFUSED[case])
-    target.handle.calls.fallback = True
+    target.handle.fallback = True
     try:
         found = call(attached, REFUSED[case])
     finally:
-        target.handle.calls.fallback = False
+        target.handle.fallback = False
     right = call(target.plain, REFUSED[case])
     assert type(found) is type(right)
     found, right = (each if isinstance(each, torch.Tensor) else each.sequences for each in (found, right))

@@ -101,7 +101,7 @@ def attached(target: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def fallback(attached: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(attached.calls, "fallback", True)
+    return lambda: monkeypatch.setattr(attached, "fallback", True)
 
 
 def seeded(generate: Callable[..., Any], case: dict[str, Any]) -> list[list[int]]:
@@ -149,7 +149,7 @@ def test_a_class_with_a_generate_of_its_own_keeps_it(own: bool) -> None:
         if own:
             with pytest.raises(InvalidInputError, match="Own has a generate of its own"):
                 target.generate(IDS)
-            handle.calls.fallback = True
+            handle.fallback = True
             assert target.generate(IDS) == "own"
         else:
             assert target.generate(IDS, max_new_tokens=2).shape == (1, 11)
@@ -184,7 +184,7 @@ def test_adapters_that_are_disabled_or_merged_fall_back() -> None:
     with attach(model, **SIZES) as handle:
         with model.disable_adapter(), pytest.raises(ModelChangedError, match="are disabled now"):
             model.generate(**options)
-        handle.calls.fallback = True
+        handle.fallback = True
         with model.disable_adapter(), plain.disable_adapter():
             assert model.generate(**options).tolist() == plain.generate(**options).tolist()
             found = model.generate_batch([IDS[0].tolist()], GenerationConfig(max_new_tokens=5, do_sample=False), SMALL)

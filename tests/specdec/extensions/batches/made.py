@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.extensions.batches.lines import Line
-from specdec.extensions.batches.records import Record, record_of
-from specdec.extensions.batches.tasks import Asking, task_of
+from specdec.extensions.batches.records import Record, TaskResult, record_of
+from specdec.extensions.batches.tasks import TaskDefaults, task_of
 from specdec.requests.request import Completion
 from specdec.requests.stats import RequestStats, RoundRecord
 
@@ -26,8 +26,9 @@ def completion(text: str = "ab", **changes: Any) -> Completion:
 def echoed(lines: Iterable[Line]) -> Iterator[Record]:
     """As a model that says its seed, which tells a row from every other."""
     for line in lines:
-        task = task_of(line, Asking())
-        yield record_of(task, [] if task.error else [completion(str(task.params.seed))], task.error, None)
+        task = task_of(line, TaskDefaults())
+        done = () if task.error else (completion(str(task.params.seed)),)
+        yield record_of(TaskResult(task, done, task.error), None)
 
 
 def write(path: Path, *rows: Any) -> Path:

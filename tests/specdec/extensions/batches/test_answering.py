@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specdec.errors import InvalidInputError, RequestFailedError, RoundFailedError
-from specdec.extensions.batches import answering
-from specdec.extensions.batches.answering import Answer, answered
+from specdec.extensions.batches import records
+from specdec.extensions.batches.records import TaskResult, answered
 from specdec.extensions.batches.tasks import Task
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.extensions.batches.made import completion
@@ -21,7 +21,7 @@ ROUND, REQUEST, REFUSED = RoundFailedError("device"), RequestFailedError("own"),
 
 def answers(
     monkeypatch: pytest.MonkeyPatch, ends: Sequence[Any], params: SamplingParams | None = None
-) -> Iterator[Answer]:
+) -> Iterator[TaskResult]:
     """Of tasks that end so, in this order; (item, end) where an item has several."""
     each = [end if isinstance(end, tuple) else (i, end) for i, end in enumerate(ends)]
 
@@ -35,7 +35,7 @@ def answers(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(answering, "Feeding", Fed)
+    monkeypatch.setattr(records, "Feeding", Fed)
     tasks = [Task(i + 1, params=params or SamplingParams()) for i in range(1 + max(item for item, _ in each))]
     model: Any = SimpleNamespace(config=SimpleNamespace(max_num_seqs=ROWS))
     return answered(model, tasks)

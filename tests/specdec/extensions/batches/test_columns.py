@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.extensions.batches.answering import Answer
-from specdec.extensions.batches.columns import answer_columns, plain, tasks_of
-from specdec.extensions.batches.tasks import Asking, Task
+from specdec.extensions.batches.records import TaskResult, answer_columns
+from specdec.extensions.batches.tasks import Task, TaskDefaults, plain, tasks_of
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.extensions.batches.made import completion
 
-RUN = Asking(SamplingParams(max_new_tokens=9), seed=3)
+RUN = TaskDefaults(SamplingParams(max_new_tokens=9), seed=3)
 
 
 def objects(*values: Any) -> np.ndarray:
@@ -65,7 +64,7 @@ def test_a_bad_row_is_an_error_of_its_own(row: dict[str, Any], message: str) -> 
 
 def test_answers_stand_beside_their_rows_in_order() -> None:
     batch = {"token_ids": objects(np.array([1]), np.array([2])), "answer": np.array([5, 6])}
-    done = [Answer(Task(1), (completion("b"),)), Answer(Task(0), error="InvalidInputError: no")]
+    done = [TaskResult(Task(1), (completion("b"),)), TaskResult(Task(0), error="InvalidInputError: no")]
     found = answer_columns(batch, done)
     assert found["prompt_token_ids"] is batch["token_ids"] and found["answer"] is batch["answer"]
     assert found["text"].tolist() == ["", "b"] and found["error"].tolist() == ["InvalidInputError: no", ""]

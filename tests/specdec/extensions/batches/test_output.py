@@ -12,8 +12,8 @@ import pytest
 
 from specdec import run_files
 from specdec.errors import InvalidInputError, OutputError
-from specdec.extensions.batches.output import Output
 from specdec.extensions.batches.records import Record, line_of
+from specdec.extensions.batches.run_batch import Output
 from specdec.run_files import write_whole
 from specdec.user_warnings import SpecdecWarning
 from tests.specdec.extensions.batches.made import read

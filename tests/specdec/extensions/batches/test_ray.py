@@ -18,14 +18,14 @@ from specdec.errors import ClosedModelError, InvalidInputError, SpecdecError
 from specdec.extensions.batches.lines import Line
 from specdec.extensions.batches.ray import IN_FLIGHT, AsyncPredictor, Predictor, shared_out, spread
 from specdec.extensions.batches.records import Record
-from specdec.extensions.batches.tasks import Asking
+from specdec.extensions.batches.tasks import TaskDefaults
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 from tests.public.soak_batches import save_model
 from tests.specdec.extensions.batches.made import echoed
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_tokens": 1024}
-RUN = Asking(SamplingParams(max_new_tokens=4), seed=5, name="tiny")
+RUN = TaskDefaults(SamplingParams(max_new_tokens=4), seed=5, name="tiny")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.extensions.batches.lines import Key
-from specdec.extensions.batches.records import LEAST, line_of, record_of, row_number
+from specdec.extensions.batches.records import LEAST, TaskResult, line_of, record_of, row_number
 from specdec.extensions.batches.tasks import Task
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.sampling import SamplingParams
@@ -19,7 +19,7 @@ TOLD = (TokenLogprobs(1, -0.5, 0, ((1, -0.5), (2, -1.0))), TokenLogprobs(2, floa
 
 
 def record(task: Task, *completions: Any, error: str = "") -> Any:
-    made = record_of(task, completions, error, LetterTokenizer())
+    made = record_of(TaskResult(task, completions, error), LetterTokenizer())
     assert made.data.endswith(b"\n") and made.data.count(b"\n") == 1 and made.failed == bool(error)
     fields = json.loads(made.data)
     assert row_number(fields) == made.number == task.number

@@ -19,11 +19,10 @@ from rich.console import Console
 
 from specdec.errors import InvalidInputError, OutputError, RoundFailedError
 from specdec.extensions.batches import run_batch as module
-from specdec.extensions.batches.answering import records
 from specdec.extensions.batches.lines import Line, lines_of
-from specdec.extensions.batches.records import Record
+from specdec.extensions.batches.records import Record, records
 from specdec.extensions.batches.run_batch import Records, Summary, run_batch
-from specdec.extensions.batches.tasks import Asking
+from specdec.extensions.batches.tasks import TaskDefaults
 from specdec.requests.sampling import SamplingParams
 from tests import fakes
 from tests.specdec.extensions.batches.made import echoed, read, write
@@ -186,7 +185,7 @@ def model() -> Any:
 
 
 def of_model(model: Any) -> Records:
-    asking = Asking(SamplingParams(max_new_tokens=4), seed=7)
+    asking = TaskDefaults(SamplingParams(max_new_tokens=4), seed=7)
     return lambda lines: records(model, lines, asking)
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from specdec.extensions.batches.lines import Line
-from specdec.extensions.batches.tasks import Asking, Task, task_of
+from specdec.extensions.batches.tasks import Task, TaskDefaults, task_of
 from specdec.requests.sampling import SamplingParams
 
-RUN = Asking(SamplingParams(max_new_tokens=9, temperature=0.5), seed=3, name="tiny")
+RUN = TaskDefaults(SamplingParams(max_new_tokens=9, temperature=0.5), seed=3, name="tiny")
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
-def task(row: Any, number: int = 1, asking: Asking = RUN) -> Task:
+def task(row: Any, number: int = 1, asking: TaskDefaults = RUN) -> Task:
     return task_of(Line(number, json.dumps(row).encode()), asking)
 
 
@@ -52,7 +52,7 @@ def test_seeds_are_of_keys_of_lines_or_of_the_run() -> None:
     by_line, by_key = task(row, 7).params.seed, task(row | {"id": 7}, 1).params.seed
     assert by_line not in (None, by_key) and by_key is not None
     assert task(row | {"id": "7"}, 2).params.seed == by_key and task(row, 8).params.seed != by_line
-    own = Asking(SamplingParams(temperature=0.5, seed=11), seed=3)
+    own = TaskDefaults(SamplingParams(temperature=0.5, seed=11), seed=3)
     assert task(row, 7, own).params.seed == task(row | {"id": 1}, 1, own).params.seed == 11
     assert task(row | {"seed": 5}, 7, own).params.seed == task(row | {"seed": 5}).params.seed == 5
 
@@ -126,7 +126,7 @@ def test_rows_draw_by_their_keys_and_not_by_their_places() -> None:
     first, moved = task({"id": "x", "prompt": "a"}, 1), task({"prompt": "b", "key": "x"}, 9)
     assert first.params.seed == moved.params.seed is not None
     others = [task({"id": "y", "prompt": "a"}), task({"prompt": "a"}, 1), task({"prompt": "a"}, 2)]
-    others += [task({"id": "x", "prompt": "a"}, asking=Asking(seed=4)), task({"id": "line 1", "prompt": "a"})]
+    others += [task({"id": "x", "prompt": "a"}, asking=TaskDefaults(seed=4)), task({"id": "line 1", "prompt": "a"})]
     assert len({one.params.seed for one in [first, *others]}) == 6
     assert task({"id": "x", "prompt": "a", "seed": 5}).params.seed == 5
 

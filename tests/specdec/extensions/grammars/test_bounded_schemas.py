@@ -114,7 +114,7 @@ def walk(own: FollowedGrammar, rng: random.Random, liked: str) -> bytes | None:
     assert compiler is not None
     ids, masks, eos = list[int](), np.zeros((1, compiler.words), np.int32), compiler.eos
     while len(ids) < LONGEST:
-        own.follow(ids, 0)
+        own.follow(ids)
         if own.is_over:
             return b"".join(compiler.spellings[i] for i in ids)
         compiler.fill(own.masks([], compiler.words).chains, masks)

@@ -47,7 +47,7 @@ def test_the_built_in_pairs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("mamba2", marks=pytest.mark.long)])
 def test_targets_with_recurrent_layers(kind: str) -> None:
     """Rejected drafts leave the states of layers and of grammars as they were."""
     target = tiny_hybrid(kind)
@@ -99,7 +99,8 @@ def one_position_late(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("k", "plant"),
     [
-        *((3, None), (3, hotter), (3, one_position_late)),
+        (3, None),
+        *(pytest.param(3, plant, marks=pytest.mark.long) for plant in (hotter, one_position_late)),
         *(pytest.param(0, plant, marks=pytest.mark.long) for plant in (None, hotter, one_position_late)),
     ],
 )

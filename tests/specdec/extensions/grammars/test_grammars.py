@@ -62,7 +62,7 @@ GRAMMARS: list[tuple[Grammar, Allowed]] = [
     (Grammar.json(OBJECT), Allowed(OBJECT_TEXT)),
     (Grammar.regex("(?:[a-f]|[0-9]){1,12}"), Allowed("(?:[a-f]|[0-9]){1,12}")),
 ]
-FURTHER = [(0, True), (1, False)]
+FURTHER = [(0, True), (1, False), (1, True)]
 """(K, launched ahead): where the other number of drafts shows what is launched when."""
 MARKED: list[tuple[Grammar, Allowed]] = [
     (Grammar.regex("[0-9]{1,3}", begin="e>", end="</"), Allowed("[0-9]{1,3}", "e>", "</")),
@@ -118,7 +118,7 @@ def tokens(model: Any, asked: list[Any]) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "ahead"),
-    [(0, False), (1, True), (K, False), (K, True), *(pytest.param(*own, marks=pytest.mark.long) for own in FURTHER)],
+    [(0, False), (K, False), (K, True), *(pytest.param(*own, marks=pytest.mark.long) for own in FURTHER)],
 )
 def test_greedy_tokens_are_those_of_generate_with_an_oracle(k: int, ahead: bool) -> None:
     """In batches with free rows, prompts in chunks, more requests than rows."""
@@ -145,7 +145,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True])
 def test_without_a_head_no_round_is_launched_before_the_last_is_read(ahead: bool) -> None:
     model = made(None, num_speculative_tokens=0)
     launch_ahead(model, ahead)
@@ -154,7 +154,7 @@ def test_without_a_head_no_round_is_launched_before_the_last_is_read(ahead: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("k", [0, pytest.param(K, marks=pytest.mark.long)])
 def test_markers_begin_and_end_a_grammar_anywhere_in_a_round(k: int) -> None:
     """Several times in one answer; tokens that end the marker and go on as the grammar cannot do not come."""
     model = made(num_speculative_tokens=max(k, 1))
@@ -266,7 +266,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.long), K])
 def test_a_matcher_of_the_users_own(k: int) -> None:
     model = made(num_speculative_tokens=max(k, 1))
     cases: list[Any] = [(Matcher(oracle.pattern), oracle) for _, oracle in GRAMMARS]
@@ -299,7 +299,7 @@ def test_a_grammar_that_nothing_can_go_on_ends_its_request_alone(temperature: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [0, 1, K])
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.long), K])
 def test_drafts_that_lead_nowhere_harm_nobody(k: int) -> None:
     """After a draft "l" nothing could come; the target says otherwise, and its request goes on."""
     grammar, nowhere = Grammar.regex("(?:lé|[ab]{2,6})+1"), SPELLED.index("l")
@@ -412,9 +412,9 @@ def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
     own, again = FollowedGrammar(compiled), FollowedGrammar(compiled)
     a, b, one, two, c = (SPELLED.index(text) for text in "ab12c")
     for ids, forced in (([a, b, one], [c]), ([a, b], []), ([a, b, two], [c]), ([a], [b]), ([a, b, one, c], [])):
-        own.follow(ids, 0)
+        own.follow(ids)
         again = FollowedGrammar(compiled)
-        again.follow(ids, 0)
+        again.follow(ids)
         assert own.forced() == again.forced() == forced, ids
         assert own.is_over == (len(ids) == 4)
 
@@ -482,7 +482,7 @@ def test_masks_of_a_chain() -> None:
     compiler = compiler_of(tokenizer(), 64, END)
     own = FollowedGrammar(compiler.compiled(Grammar.regex("a[bc]d")))
     a, b, d = (SPELLED.index(c) for c in "abd")
-    own.follow([a], 0)
+    own.follow([a])
     rows = own.masks([b, b, d], compiler.words)
     masks = np.full((4, compiler.words), -1, np.int32)
     compiler.fill(rows.chains, masks)

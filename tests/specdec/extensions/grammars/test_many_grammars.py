@@ -18,7 +18,7 @@ import pytest
 
 from specdec import Completion, Grammar, SamplingParams, SpeculativeModel
 from specdec.extensions.grammars.compiled import GrammarCompiler, compiler_of
-from specdec.loading.builtin import resolve
+from specdec.loading.names import resolve
 from specdec.loading.tokenizers import open_tokenizer
 
 DRAFTS = (1, 3, 8)

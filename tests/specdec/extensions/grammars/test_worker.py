@@ -12,7 +12,7 @@ import pytest
 
 from specdec import Grammar
 from specdec.extensions.grammars.compiled import _can_loop
-from specdec.extensions.grammars.worker import Worker, Workers
+from specdec.extensions.grammars.worker import GrammarThread, GrammarThreads
 from tests.rank_server import run_python
 
 __all__ = ["run_python"]
@@ -43,7 +43,7 @@ except InvalidInputError as error:
 
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:
-    workers, never = Workers(LIB), threading.Event()
+    workers, never = GrammarThreads(LIB), threading.Event()
     assert workers.returns(lambda worker: None, 5.0) and workers.lost == 0
     assert not workers.returns(lambda worker: never.wait(), 0.05) and workers.lost == 1  # type: ignore[func-returns-value]
     assert workers.returns(lambda worker: None, 5.0), "the next call has a worker of its own"
@@ -52,16 +52,16 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
 
 def test_a_call_waits_for_no_other() -> None:
     """Masks of a round are not late because a grammar is being compiled; and an idle worker is taken again."""
-    workers, began, done = Workers(LIB), threading.Event(), threading.Event()
+    workers, began, done = GrammarThreads(LIB), threading.Event(), threading.Event()
 
-    def compiles(worker: Worker) -> None:
+    def compiles(worker: GrammarThread) -> None:
         began.set()
         assert done.wait(60.0)
 
     slow = threading.Thread(target=workers.returns, args=(compiles, 60.0))
     slow.start()
     assert began.wait(60.0)
-    seen: list[Worker] = []
+    seen: list[GrammarThread] = []
     assert workers.returns(seen.append, 5.0) and workers.returns(seen.append, 5.0)
     done.set()
     slow.join(60.0)
@@ -70,11 +70,11 @@ def test_a_call_waits_for_no_other() -> None:
 
 @pytest.mark.parametrize("kind", [ValueError, TimeoutError])
 def test_what_a_call_raises_is_raised(kind: type[Exception]) -> None:
-    def fails(worker: Worker) -> None:
+    def fails(worker: GrammarThread) -> None:
         raise kind("planted")
 
     with pytest.raises(kind, match="planted"):
-        Workers(LIB).returns(fails, 5.0)
+        GrammarThreads(LIB).returns(fails, 5.0)
 
 
 def test_grammars_whose_forced_tokens_are_not_asked_for() -> None:

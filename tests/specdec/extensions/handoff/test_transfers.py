@@ -80,7 +80,7 @@ def eagle3(**options: Any) -> Any:
     [
         ({}, {"kv_cache_tokens": 232, "max_num_seqs": 2, "max_num_batched_tokens": 12}),
         ({"kv_cache_layout": "HND", "enable_prefix_caching": True}, {}),
-        ({"num_speculative_tokens": 0}, {}),
+        pytest.param({"num_speculative_tokens": 0}, {}, marks=pytest.mark.long),
         ({"kv_cache_dtype": "fp8", "kv_cache_scales": [(0.05, 0.03)] * 4, "draft_sampling": "greedy"}, {}),
     ],
     ids=["other sizes", "HND, prefixes", "no drafts", "fp8"],
@@ -395,7 +395,7 @@ def test_a_lease_ends_and_pages_are_free() -> None:
     assert free_everywhere(p)
     with pytest.raises(TransferError, match="lease"):
         d.resume(handoff)
-    with pytest.raises(TransferError, match="no longer holds"):  # even if its clock were wrong
+    with pytest.raises(TransferError, match="no longer held"):  # even if its clock were wrong
         d.resume(replace(handoff, expires=time.time() + 9))
     assert free_everywhere(d)
     (again,) = d.resume(handoff, on_failure="prefill")
@@ -407,7 +407,7 @@ def test_a_lease_serves_once() -> None:
     handoffs = p.prefill(PROMPTS[0], GREEDY)
     d.resume(handoffs)
     assert free_everywhere(p)
-    with pytest.raises(TransferError, match="no longer holds"):
+    with pytest.raises(TransferError, match="no longer held"):
         d.resume(handoffs)
 
 
@@ -491,7 +491,7 @@ def test_pages_of_a_late_read_are_in_quarantine_until_nothing_writes_to_them() -
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
     with pytest.raises(TransferTimeoutError, match="late"):
         d.resume(handoff)
-    assert d.usage().target_pages == 9 and guests_of(d).held.num_quarantined == 1
+    assert d.usage().target_pages == 9 and guests_of(d).held.late_pages()
     late = guests_of(d).held.late_pages()
     for prompt in (PROMPTS[0], PROMPTS[3]):
         with closing(d.stream(prompt, GREEDY)) as stream:
@@ -604,7 +604,7 @@ def test_what_cannot_be_opened_is_not_replaced_by_another_transport() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a stop string has ended is in the launched round; its pages are free, and are given to who comes."""
     p, d = eagle3(), eagle3(max_num_seqs=4, max_num_batched_tokens=40)

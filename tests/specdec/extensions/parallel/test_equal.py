@@ -110,7 +110,7 @@ def test_grammars_are_followed_on_the_first_rank(two_ranks: Any, draft: str | No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", [None, range(0, 2048, 2)])
+@pytest.mark.parametrize("ids", [pytest.param(None, marks=pytest.mark.long), range(0, 2048, 2)])
 def test_deepseek_with_its_module(two_ranks: Any, ids: Any) -> None:
     """Also where that drafts on every second token. What `session` has more does not depend on who drafts."""
     sizes = {"num_speculative_tokens": 4, "max_model_len": 96, "max_num_seqs": 4}

@@ -29,7 +29,7 @@ from specdec import (
     SpeculativeModel,
 )
 from specdec.extensions.parallel import loading as leading
-from specdec.extensions.parallel import processes, workers
+from specdec.extensions.parallel import workers
 from specdec.extensions.parallel.engine import differing_ids
 from specdec.extensions.parallel.symmetric import join_group
 from tests.rank_server import run_python
@@ -64,7 +64,7 @@ def alive(pids: list[int]) -> list[int]:
 def load_ends_all(words: str, loading: Callable[[], Any], pids: list[int]) -> None:
     """It fails soon, with these words, and none of the processes is left."""
     started = time.monotonic()
-    with patch.object(processes, "_PATIENCE", 0.3), pytest.raises(ModelLoadError, match=words):
+    with patch.object(workers, "_PATIENCE", 0.3), pytest.raises(ModelLoadError, match=words):
         loading()
     assert time.monotonic() - started < SOON + 3  # a load takes no longer on a busy machine
     assert alive(pids) == []

@@ -32,8 +32,8 @@ def four_ranks(every_self_test: None, packages: None) -> Iterator[None]:
     link.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ask", [mixed, pytest.param(session, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ask", [mixed, session])
 def test_llama_with_its_eagle3_head_and_preemption(four_ranks: None, ask: Callable[..., Any]) -> None:
     sizes = {"kv_cache_tokens": 112, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
     stats = compare("gsm-llama", "auto", TEXTS, 4, ask, num_speculative_tokens=4, **sizes)
@@ -51,10 +51,16 @@ def test_a_tiny_model_with_a_random_head(four_ranks: None, folders: Callable[[st
     assert stats.preemptions > 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["two-kv-heads", "deepseek-v3"])
-def test_tiny_models(four_ranks: None, folders: Callable[[str], Path], name: str) -> None:
-    compare(folders(name), None, LETTERS, 4, tokenizer=LetterTokenizer(), **SIZES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("two-kv-heads", mixed),
+        *(pytest.param(name, session, marks=pytest.mark.long) for name in ("two-kv-heads", "deepseek-v3")),
+    ],
+)
+def test_tiny_models(four_ranks: None, folders: Callable[[str], Path], name: str, ask: Callable[..., Any]) -> None:
+    compare(folders(name), None, LETTERS, 4, ask, tokenizer=LetterTokenizer(), **SIZES)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_repeated_heads_are_read_from_one_owner_and_windows_are_moved(
                 one.resume(handoff)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_head_range_is_seen(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
     """As P it is refused by name; as D it reads the bytes of other heads, which the comparison sees."""
     one, two = pair
@@ -178,10 +178,10 @@ def test_a_wrong_head_range_is_seen(pair: tuple[Any, Any], patched: Callable[...
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_late_is_waited_for(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
-    """To grant, before P hands over; to read, before D goes on and P's pages are free. Planted: not waiting is seen."""
+def test_a_rank_that_is_late_to_grant_is_waited_for(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
+    """Before P hands over. Planted: not waiting is seen."""
     one, two = pair
-    expected, others = (lived(one.generate(text, GREEDY)) for text in PROMPTS[:2])
+    expected = lived(one.generate(PROMPTS[0], GREEDY))
     patched("late_grant", True)
     assert moved(two, one, PROMPTS[0], GREEDY) == expected
     patched("late_grant", False)  # later still, and rank 0 does not wait
@@ -192,8 +192,25 @@ def test_a_rank_that_is_late_is_waited_for(pair: tuple[Any, Any], patched: Calla
     patched("waits_again")
     two.open_transfer("sockets")
 
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_to_read_is_waited_for(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
+    """Before D goes on and P's pages are free."""
+    one, two = pair
+    expected = lived(one.generate(PROMPTS[0], GREEDY))
+    two.open_transfer("sockets")
     patched("late_read")
     assert moved(one, two, PROMPTS[0], GREEDY) == expected
+
+
+@pytest.mark.long
+def test_not_waiting_for_a_late_read_is_seen(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
+    """Planted."""
+    one, two = pair
+    others = lived(one.generate(PROMPTS[1], GREEDY))
+    two.open_transfer("sockets")
+    moved(one, two, PROMPTS[0], GREEDY)
+    patched("late_read")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "specdec.extensions.parallel.among_ranks.RanksRead.wait", lambda self, deadline: self.wait_here(deadline)
@@ -268,9 +285,8 @@ def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, An
     (handoff,) = one.prefill(PROMPTS[0], GREEDY)
     stream = two.stream(PROMPTS[1], replace(GREEDY, max_new_tokens=60))
     updates, taken = [next(stream)], []
-    with pytest.raises(OutOfPagesError):
-        while True:
-            taken.append(two.engine.guests.reserve(handoff.moved))
+    while not isinstance(number := two.engine.guests.reserve(handoff.moved), OutOfPagesError):
+        taken.append(number)
     before = two.engine_stats.preemptions
     with pytest.raises(OutOfPagesError):
         two.resume(handoff, timeout=0.02)

@@ -29,24 +29,24 @@ from specdec.extensions.parallel import loading as parallel
 from specdec.extensions.parallel import workers
 from specdec.extensions.parallel.collectives import leave_group
 from specdec.extensions.parallel.loading import check_not_quantised, check_parallel
-from specdec.extensions.parallel.plan import Plan, plan_for
+from specdec.extensions.parallel.plan import ShardingPlan, plan_for
 from specdec.extensions.parallel.ranks import HeldInterrupt
 from specdec.extensions.parallel.shares import gather_ranks, sum_ranks
 from specdec.extensions.parallel.symmetric import join_group
-from specdec.loading.auto_classes import auto_class
-from specdec.loading.builtin import resolve
+from specdec.loading.names import resolve
+from specdec.loading.targets import auto_class
 from specdec.options import LoadOptions
 
 LAYER = "model.layers.*"
 TWO = LoadOptions(tensor_parallel_size=2, device="cpu")
 
 
-def plan(kind: type[PreTrainedConfig], size: int = 2, **changes: Any) -> Plan:
+def plan(kind: type[PreTrainedConfig], size: int = 2, **changes: Any) -> ShardingPlan:
     config = kind(**{**TINY, **changes})
-    return plan_for(config, auto_class(config, "tiny"), size)
+    return plan_for(config, auto_class(config), size)
 
 
-def divided(found: Plan) -> dict[str, str]:
+def divided(found: ShardingPlan) -> dict[str, str]:
     return {name.removeprefix(f"{LAYER}."): style for name, style in found.styles.items() if style != "replicate"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from fakes import LetterTokenizer
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.engine.launcher import Lookahead
+from specdec.engine.launcher import Launcher
 from specdec.execution.graphs import GraphExecutor
 from specdec.extensions.parallel.engine import differing_ids
 
@@ -45,14 +45,14 @@ def test_they_are_the_rounds_of_one_rank(
     graphs(False)
     ahead: list[Any] = []
     for name in ("before_read", "before_commit"):
-        plain = getattr(Lookahead, name)
+        plain = getattr(Launcher, name)
 
         def noted(*args: Any, plain: Any = plain) -> Any:
             found = plain(*args)
             ahead.append(found)
             return found
 
-        monkeypatch.setattr(Lookahead, name, noted)
+        monkeypatch.setattr(Launcher, name, noted)
     sizes = {"max_model_len": 64, "max_num_seqs": 2, "num_speculative_tokens": 3 if draft else 0, "device": "cpu"}
     mixed = [replace(each, return_drafts=True) for each in (GREEDY, SAMPLED, GREEDY)]
     found = []

@@ -24,7 +24,6 @@ from specdec.options import LoadOptions
 
 GONE = Failed("RankGoneError", "another rank is gone", follows=True)
 OWN = Failed("OSError", "planted")
-WATCHED: list[processes.Watched] = []
 
 
 def idle(rank: int, folder: str) -> processes.Process:
@@ -36,9 +35,9 @@ def idle(rank: int, folder: str) -> processes.Process:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(processes, "_GRACE", 0.01)
+    monkeypatch.setattr(workers, "_GRACE", 0.01)
     monkeypatch.setattr(workers, "_LAST_WORDS", 0.5)
-    monkeypatch.setattr(processes.Watched, "listen", lambda self: WATCHED.append(self))
+    monkeypatch.setattr(workers.Workers, "_listen", lambda self, process: None)
 
 
 @pytest.fixture
@@ -50,15 +49,15 @@ def four(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_the_rank_that_failed_first_is_named_whoever_is_heard_first(four: Any) -> None:
-    first, second, last = WATCHED[-1].processes
+    first, second, last = four.processes
     first.failed, second.failed, last.failed = GONE, GONE, OWN
     assert four.found_failure() == f"{last}: OSError: planted"
     first.lost = second.lost = str(GONE)
 
     def end() -> None:
-        with WATCHED[-1].changed:
+        with four.changed:
             last.failed, last.lost = None, "it was killed by SIGKILL"
-            WATCHED[-1].changed.notify_all()
+            four.changed.notify_all()
 
     timer = threading.Timer(0.1, end)
     timer.start()
@@ -67,18 +66,18 @@ def test_the_rank_that_failed_first_is_named_whoever_is_heard_first(four: Any) -
 
 
 def test_where_nobody_failed_first_one_that_followed_is_named(four: Any) -> None:
-    WATCHED[-1].processes[1].failed = GONE
-    assert four.found_failure() == f"{WATCHED[-1].processes[1]}: RankGoneError: another rank is gone"
+    four.processes[1].failed = GONE
+    assert four.found_failure() == f"{four.processes[1]}: RankGoneError: another rank is gone"
 
 
 def test_how_long_words_are_waited_for_does_not_grow_with_the_ranks(four: Any) -> None:
     started = time.monotonic()
     assert not four.same_failures("OSError")
     assert 0.5 <= time.monotonic() - started < 0.9
-    for process in WATCHED[-1].processes:
+    for process in four.processes:
         process.failed = OWN
-    assert four.same_failures("OSError") and not any(each.failed for each in WATCHED[-1].processes)
-    WATCHED[-1].processes[2].failed, started = OWN, time.monotonic()
+    assert four.same_failures("OSError") and not any(each.failed for each in four.processes)
+    four.processes[2].failed, started = OWN, time.monotonic()
     assert not four.same_failures("HeadLoadError") and time.monotonic() - started < 0.4
 
 
@@ -99,11 +98,9 @@ def test_ranks_that_cannot_be_started_leave_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_nobody_waits_for_a_process_once_the_load_is_over(four: Any) -> None:
-    (process, *_) = WATCHED[-1].processes
+    (process, *_) = four.processes
     with four.loading():
-        watching = threading.Thread(
-            target=processes.end_waiting, args=(process, WATCHED[-1], WATCHED[-1].loading), daemon=True
-        )
+        watching = threading.Thread(target=four.end_waiting, args=(process, four.load), daemon=True)
         watching.start()
         time.sleep(0.05)
         assert watching.is_alive()

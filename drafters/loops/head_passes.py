@@ -1,0 +1,121 @@
+"""Passes of a head, or of one of several modules, as compilable functions of tensors."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
+from drafters.base import Head
+from drafters.loops.base import Attend
+
+Passed = tuple[torch.Tensor, torch.Tensor]
+"""Block outputs [R, H], draft logits [R, Vd]."""
+
+
+class HeadPasses:
+    """The passes of any head, with attention through `channel`."""
+
+    can_compile = False
+    """Whether the compiler is known to trace the head's code into one graph."""
+
+    def __init__(self, head: Head, before: Head | None = None) -> None:
+        """before: the module whose outputs it reads, of several that take turns; default the head itself."""
+        self.head = head
+        self.before = before or head
+        self.channel = Channel[LayerAttend]()
+
+    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
+        """A context in which `attend` computes the passes' attention."""
+        return self.channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
+    def prefill(
+        self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
+    ) -> Passed:
+        """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> outputs and logits of the last rows."""
+        return self._with_logits(self.over_target(aux, token_ids, positions).index_select(0, last_row))
+
+    def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
+        """x [R, H] of the previous step, token_ids, positions [R] -> outputs and logits."""
+        return self._with_logits(self.over_head(x, token_ids, positions))
+
+    def over_target(self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The target's states [T, A·Ht], token_ids, positions [T] -> outputs [T, H]."""
+        return self._forward(token_ids, self.head.fuse(aux), positions)
+
+    def over_head(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Outputs [T, H] of the head `before`, token_ids, positions [T] -> outputs [T, H]."""
+        return self._forward(token_ids, self.before.feedback(x), positions)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs [R, H] -> draft logits [R, Vd]."""
+        return self.head.logits(x)
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.head.forward(token_ids, hidden, positions, self._attend)
+
+    def _with_logits(self, x: torch.Tensor) -> Passed:
+        return x, self.logits(x)
+
+    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return opaque_attend(query, key, value, None, self.channel.number, layer)
+
+
+class RowSelecting(Head, Protocol):
+    """A head whose forward can compute the outputs of some rows only."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Head.forward`; rows: [R] int64, the rows to compute outputs for -> [R, H]."""
+
+
+class EaglePasses(HeadPasses):
+    """The passes of a `RowSelecting` head."""
+
+    can_compile = True
+    head: RowSelecting
+
+    def prefill(
+        self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
+    ) -> Passed:
+        """See `HeadPasses.prefill`; of rows other than the last ones only keys and values are computed."""
+        hidden = self.head.fuse(aux)
+        return self._with_logits(self.head.forward(token_ids, hidden, positions, self._attend, rows=last_row))
+
+
+class BlockHead(Head, Protocol):
+    """A head whose block is a transformers layer, which calls attention through a port."""
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """A context in which `attend` computes the block's attention."""
+
+    def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`forward` inside `attending`; can be compiled."""
+
+
+class MtpPasses(HeadPasses):
+    """The passes of a `BlockHead`."""
+
+    can_compile = True
+    head: BlockHead
+
+    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
+        return self.head.attending(attend)
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.head.run_block(token_ids, hidden, positions)
+
+
+def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
+    """Target ids of all of a head's draft ids [Vd] int64; None where both are the same."""
+    ids = torch.arange(head.draft_vocab_size, device=device)
+    target_ids = head.to_target_ids(ids)
+    return None if torch.equal(ids, target_ids) else target_ids.contiguous()

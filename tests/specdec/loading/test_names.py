@@ -1,0 +1,155 @@
+"""The built-in target: found by name, loads, has the promised shape, talks in the promised format."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import specdec
+from evals.data.arithmetic import Problem, problems
+from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
+from specdec.loading.heads import resolve_head
+from specdec.loading.names import GSM_LLAMA, builtin_names, builtin_path, misspelt
+
+FOLDER = builtin_path(GSM_LLAMA)
+MIB = 2**20
+USER = {"role": "user", "content": "How many?"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+def test_names_are_known_without_importing_torch() -> None:
+    code = "import sys, specdec.loading.names as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert GSM_LLAMA in done.stdout
+
+
+def test_unknown_name_is_refused_with_the_names_that_exist() -> None:
+    with pytest.raises(InvalidInputError, match=rf"'gsm-lama'.*{GSM_LLAMA}"):
+        builtin_path("gsm-lama")
+    with pytest.raises(InvalidInputError):
+        builtin_path("")
+
+
+@pytest.mark.parametrize("name", ["gsm-lama", "gsm-lama-eagle3", "gsm_deepseek"])
+def test_a_misspelt_name_is_refused_with_the_right_one(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the hub is asked; a folder of such a name is a folder."""
+    right = name.replace("lama", "llama").replace("_", "-")
+    message = (
+        rf"cannot load the .*{name}.*did you mean '{right}'\? Built in are gsm-deepseek, gsm-llama, gsm-llama-eagle3;"
+    )
+    with pytest.raises(ModelLoadError, match=message):
+        specdec.SpeculativeModel.from_pretrained(name)
+    with pytest.raises(HeadLoadError, match=message):
+        resolve_head(name, "gsm-llama")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    assert resolve_head(name, "gsm-llama") == name
+    assert misspelt("gpt2") == misspelt("someone/gsm-lama") == misspelt("gsm-llama") == ""
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_every_builtin_has_a_card_and_stays_small(name: str) -> None:
+    files = [file for file in builtin_path(name).iterdir() if file.is_file()]
+    assert "README.md" in {file.name for file in files}
+    assert max(file.stat().st_size for file in files) <= 15 * MIB
+
+
+def test_target_and_head_fit_in_18_megabytes() -> None:
+    folders = [builtin_path(name) for name in builtin_names() if name.startswith(GSM_LLAMA)]
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) <= 18 * 10**6
+
+
+def test_config_is_a_plain_llama_with_one_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = json.loads((FOLDER / "config.json").read_text())
+    generation = GenerationConfig.from_pretrained(FOLDER)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["head_dim"], config["vocab_size"], config["max_position_embeddings"]) == (64, 2048, 2048)
+    assert config["tie_word_embeddings"] and config["bos_token_id"] is None
+    assert len(tokenizer) == config["vocab_size"]
+    assert generation.eos_token_id == [tokenizer.eos_token_id] == [config["eos_token_id"]]
+    assert tokenizer.decode([tokenizer.eos_token_id]) == "<|end|>"
+
+
+@pytest.mark.parametrize("text", ["Tom has 1234 apples.\n#### 7", "50% = $0.5", "naïve – 漢字 🙂", "  2  spaces\t", ""])
+def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_digit_is_its_own_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    vocabulary = tokenizer.get_vocab()
+    assert [token for token in vocabulary if re.search(r"\d", token) and len(token) > 1] == []
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("1024")] == list("1024")
+
+
+def test_chat_template_marks_turns_and_adds_no_bos(tokenizer: PreTrainedTokenizerFast) -> None:
+    answer = {"role": "assistant", "content": "#### 2"}
+    two_turns = tokenizer.apply_chat_template([USER, answer, USER], tokenize=False, add_generation_prompt=True)
+    one = "<|user|>How many?<|end|>"
+    assert two_turns == f"{one}<|assistant|>#### 2<|end|>{one}<|assistant|>"
+    ids = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == one + "<|assistant|>"
+
+
+def test_chat_template_puts_a_system_message_before_the_first_question(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, USER], tokenize=False)
+    assert text == "<|user|>Be brief.\n\nHow many?<|end|>"
+
+
+def test_chat_template_refuses_unknown_roles(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(Exception, match="not tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+@pytest.mark.slow
+def test_the_target_answers_heldout_problems_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """20 of the held-out problems; the card has the number for 1,000."""
+    found = problems("heldout", 20, seed=11)
+    answers = greedy(model, tokenizer, found)
+    right = [ended(answer, problem) for answer, problem in zip(answers, found, strict=True)]
+    assert sum(right) >= 17, sum(right)
+
+
+def ended(answer: str, problem: Problem) -> bool:
+    """Whether the answer ends with the right last line and the end of the turn."""
+    return re.search(rf"\n#### {problem.result}<\|end\|>(<\|pad\|>)*$", answer) is not None
+
+
+def greedy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, found: list[Problem]) -> list[str]:
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+        )
+        for problem in found
+    ]
+    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    with torch.inference_mode():
+        out = model.generate(**inputs, max_new_tokens=200, do_sample=False)
+    return tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :])
+
+
+def test_builtin_path_is_the_installed_folder() -> None:
+    assert Path(str(specdec.__file__)).parent / "models" / GSM_LLAMA == FOLDER
