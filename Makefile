@@ -23,10 +23,11 @@ test: $(DEV)
 test-all: $(DEV)
 	$(PYTEST)
 
-# The core's tests in processes that refuse every extension, recurrent layers and transports.
+# The core's tests in processes that refuse every extension, cascade attention, recurrent layers and transports.
 test-core: $(DEV)
 	SPECDEC_REFUSE_EXTENSIONS=1 $(PYTEST) -m "not slow and not long" tests/attention tests/drafters tests/specdec \
-	    --ignore=tests/specdec/extensions --ignore=tests/attention/recurrence --ignore=tests/attention/transport
+	    --ignore=tests/specdec/extensions --ignore=tests/attention/cascade --ignore=tests/attention/recurrence \
+	    --ignore=tests/attention/transport
 
 test-quick: $(DEV)
 	$(PYTEST) -m "not slow and not long"

@@ -1,12 +1,15 @@
-"""The check mode: `SPECDEC_CHECK=1` turns on validators at every stage boundary (always on in the tests)."""
+"""Checks of whole numbers that a caller gives, and the check mode: `SPECDEC_CHECK=1` turns on validators at every stage
+boundary (always on in the tests)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import index
+from typing import Any
 
-from attention.errors import InvariantError
+from attention.errors import InvalidInputError, InvariantError
 
 
 class _Checks:
@@ -32,3 +35,33 @@ def require(condition: bool, message: str) -> None:
     """Raise InvariantError with `message` unless `condition` holds."""
     if not condition:
         raise InvariantError(message)
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        InvalidInputError: it is no whole number (numpy's are), or less than `least`.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise InvalidInputError(f"{name}={value!r}: allowed are whole numbers from {least} on")
+    return number
+
+
+def whole_numbers(name: str, values: Any, allowed: str) -> list[int]:
+    """Each of `values` as an int.
+
+    Raises:
+        InvalidInputError: this is no sequence of whole numbers (numpy's are, booleans are not).
+    """
+    given: list[Any] = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
+    try:
+        if any(isinstance(value, bool) for value in given):
+            raise TypeError
+        return [index(value) for value in given]
+    except TypeError:
+        raise InvalidInputError(f"{name} {values!r}: allowed are {allowed}") from None

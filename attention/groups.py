@@ -12,18 +12,17 @@ many layers and share one pool; here each group has a separate pool, which keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionBackend, FixedMetadataBuilder
+from attention.backends.base import AttentionBackend
 from attention.backends.building import Build
-from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError
-from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
+from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec, Reach
 
 
@@ -83,44 +82,6 @@ def _part(group: CacheGroup, layers: tuple[int, ...]) -> CacheGroup:
     return replace(group, attention_specs=specs, format=replace(group.format, scales=scales))
 
 
-@dataclass(frozen=True)
-class PlannedGroups:
-    """One batch planned for every group. `metadata`: the batch on the first group's pages."""
-
-    metadata: CommonAttentionMetadata
-    groups: tuple[PlannedBatch, ...]
-
-
-Planned = PlannedBatch | PlannedGroups
-"""A batch that a `Runner` has planned."""
-
-
-def is_blank(planned: Planned) -> bool:
-    """Whether nothing attends to a batch, see `GroupRunner.blank`."""
-    return (planned.groups[0] if isinstance(planned, PlannedGroups) else planned).plans is None
-
-
-class GroupedPlanner:
-    """A `FixedPlanner` of every group."""
-
-    def __init__(self, planners: tuple[FixedPlanner, ...]) -> None:
-        self._planners = planners
-
-    def plan(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
-        """Plan a batch of the fixed shape."""
-        batches = (metadata, *metadata.other_groups)
-        planned = (planner.plan(own) for planner, own in zip(self._planners, batches, strict=True))
-        return PlannedGroups(metadata, tuple(planned))
-
-    def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
-        """The first group's builder of a key, or None; only the first group plans whole rows."""
-        return self._planners[0].builder(key)
-
-    def replan(self, host: HostBatch) -> None:
-        for planner, own in zip(self._planners, (host, *host.other_groups), strict=True):
-            planner.replan(own)
-
-
 class GroupedRunner:
     """The attention of several cache groups over one backend, with the interface of `GroupRunner`.
 
@@ -158,20 +119,20 @@ class GroupedRunner:
         """The groups' kernels that are built in the background."""
         return tuple(dict.fromkeys(build for runner in self.runners for build in runner.builds))
 
-    def plan(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
+    def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch for every group. No device synchronisation."""
-        batches = (metadata, *metadata.other_groups)
-        planned = (runner.plan(own) for runner, own in zip(self.runners, batches, strict=True))
-        return PlannedGroups(metadata, tuple(planned))
+        first, *others = self.runners
+        planned = (runner.plan(own) for runner, own in zip(others, metadata.other_groups, strict=True))
+        return replace(first.plan(metadata), others=tuple(planned))
 
-    def blank(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
-        return PlannedGroups(metadata, tuple(runner.blank(metadata) for runner in self.runners))
+    def blank(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
+        first, *others = (runner.blank(metadata) for runner in self.runners)
+        return replace(first, others=tuple(others))
 
-    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> GroupedPlanner:
+    def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
         """A planner of every group, see `GroupRunner.fixed_planner`; `beside` applies to the first group."""
         first, *others = self.runners
-        own = (first.fixed_planner(rows, query_len, beside), *(g.fixed_planner(rows, query_len) for g in others))
-        return GroupedPlanner(own)
+        return first.fixed_planner(rows, query_len, beside, tuple(g.fixed_planner(rows, query_len) for g in others))
 
     def attend(
         self,
@@ -183,9 +144,10 @@ class GroupedRunner:
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layer `layer` of the model, see `GroupRunner.attend`; planned: a `PlannedGroups` of this runner."""
+        """Layer `layer` of the model, see `GroupRunner.attend`; planned: a `PlannedBatch` of this runner."""
         group, place = self._places[layer]
-        return self.runners[group].attend(planned.groups[group], place, query, key, value, sinks, out)
+        own = planned.others[group - 1] if group else planned
+        return self.runners[group].attend(own, place, query, key, value, sinks, out)
 
 
 Runner = GroupRunner | GroupedRunner

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from attention.backends.base import AttentionBackend, Building, FixedMetadataBuilder, GraphBackend
+from attention.backends.base import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    Building,
+    FixedMetadataBuilder,
+    GraphBackend,
+)
 from attention.backends.building import Build
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
@@ -20,7 +26,7 @@ from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec, TemperatureTuning
 
 if TYPE_CHECKING:
-    from attention.batch.transforms.fixed_local import FixedLocalRows
+    from attention.batch.transforms.local_attention import FixedLocalRows
 
 _EMPTY: Mapping[int, FixedLocalRows] = MappingProxyType({})
 """The chunk sizes of a group without local attention."""
@@ -35,25 +41,24 @@ class PlannedBatch:
         rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
         temperatures: [T', 1, 1] float32 factors of the queries, padding included, for layers with temperature tuning.
             A launch's first tuned layer computes them, so that a captured launch does so with every round's positions.
+        others: the batch planned for each further cache group, see `attention.groups.GroupedRunner`.
     """
 
     metadata: CommonAttentionMetadata
     plans: dict[AttentionSpec, Any] | None
     rows: Mapping[AttentionSpec, CommonAttentionMetadata] = field(default_factory=dict)
     temperatures: dict[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
+    others: tuple[PlannedBatch, ...] = ()
 
 
-class Planner(Protocol):
-    """Plans batches of one fixed shape: a `FixedPlanner`, or of several groups a `attention.groups.GroupedPlanner`."""
-
-    def plan(self, metadata: CommonAttentionMetadata) -> Any:
-        """Plan a batch of the fixed shape."""
-
-    def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
-        """The builder of a key, or None if no builder plans whole rows for it."""
-
-    def replan(self, host: HostBatch) -> None:
-        """Plan another batch of this shape whose device arrays have the addresses of the last `plan`'s."""
+def _planned(
+    metadata: CommonAttentionMetadata,
+    builders: Mapping[AttentionSpec, AttentionMetadataBuilder],
+    in_chunks: Mapping[int, CommonAttentionMetadata],
+) -> PlannedBatch:
+    """A batch planned by these builders; in_chunks: the batch in virtual rows by chunk size."""
+    rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in builders}
+    return PlannedBatch(metadata, {key: builder.build(rows[key]) for key, builder in builders.items()}, rows)
 
 
 class FixedPlanner:
@@ -64,9 +69,14 @@ class FixedPlanner:
         builders: dict[AttentionSpec, FixedMetadataBuilder],
         num_pages: int,
         local: Mapping[int, FixedLocalRows] = _EMPTY,
+        others: tuple[FixedPlanner, ...] = (),
     ) -> None:
-        """num_pages: size of the pool. local: by chunk size, the virtual rows of layers with chunked attention."""
+        """num_pages: size of the pool. local: by chunk size, the virtual rows of layers with chunked attention.
+
+        others: planners of the further cache groups, whose batches come with those of the first.
+        """
         self._builders = builders
+        self._others = others
         self._num_pages = num_pages
         self._local = local
 
@@ -75,9 +85,9 @@ class FixedPlanner:
         if CHECKS.on:
             metadata.host.validate_pages(self._num_pages)
         in_chunks = {size: local.metadata(metadata) for size, local in self._local.items()}
-        rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
-        plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
-        return PlannedBatch(metadata, plans, rows)
+        others = zip(self._others, metadata.other_groups, strict=bool(self._others))
+        planned = tuple(planner.plan(own) for planner, own in others)
+        return replace(_planned(metadata, self._builders, in_chunks), others=planned)
 
     def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
         """The builder of a key, or None."""
@@ -87,10 +97,8 @@ class FixedPlanner:
         """Plan another batch of this shape whose device arrays have the addresses of the last `plan`'s."""
         if CHECKS.on:
             host.validate_pages(self._num_pages)
-        if not self._local:
-            for builder in self._builders.values():
-                builder.replan(host)
-            return
+        for planner, own in zip(self._others, host.other_groups, strict=bool(self._others)):
+            planner.replan(own)
         in_chunks = {size: local.send(host)[0] for size, local in self._local.items()}
         for key, builder in self._builders.items():
             builder.replan(host if key.chunk_size is None else in_chunks[key.chunk_size])
@@ -156,10 +164,7 @@ class GroupRunner:
             metadata.host.validate_pages(self.group.num_pages)
         if not self._chunk_sizes:
             return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
-        in_chunks = {size: _in_chunks(metadata, size) for size in self._chunk_sizes}
-        rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
-        plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
-        return PlannedBatch(metadata, plans, rows)
+        return _planned(metadata, self._builders, {size: _in_chunks(metadata, size) for size in self._chunk_sizes})
 
     @staticmethod
     def blank(metadata: CommonAttentionMetadata) -> PlannedBatch:
@@ -173,11 +178,15 @@ class GroupRunner:
         found = (builder.builds for builder in self._builders.values() if isinstance(builder, Building))
         return tuple(dict.fromkeys(build for builds in found for build in builds))
 
-    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> FixedPlanner:
+    def fixed_planner(
+        self, rows: int, query_len: int, beside: FixedPlanner | None = None, others: tuple[FixedPlanner, ...] = ()
+    ) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
 
-        `beside`: another group's planner of this shape that is always planned just before this one, for the same
-        lengths.
+        Args:
+            beside: another group's planner of this shape that is always planned just before this one, for the same
+                lengths.
+            others: see `FixedPlanner`.
 
         Raises:
             UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.
@@ -195,10 +204,10 @@ class GroupRunner:
             else:
                 virtual, most = local[key.chunk_size].num_rows, min(query_len, key.chunk_size)
                 builders[key] = backend.fixed_builder(*own, virtual, most, shared, tokens=rows * query_len)
-        return FixedPlanner(builders, group.num_pages, local)
+        return FixedPlanner(builders, group.num_pages, local, others)
 
     def _local_rows(self, rows: int, query_len: int, chunk_size: int) -> FixedLocalRows:
-        from attention.batch.transforms.fixed_local import FixedLocalRows
+        from attention.batch.transforms.local_attention import FixedLocalRows
 
         return FixedLocalRows(rows, query_len, chunk_size, self.group.page_size, self.group.num_pages, self._device)
 

@@ -23,7 +23,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.hf.probe import Probe, probe
-from attention.recurrence.layer_spec import ConvSpec, RecurrenceSpec, fold_rule
+from attention.recurrence.states import ConvSpec, RecurrenceSpec, fold_rule
 from benchmarks.fp8_weights import fp8_weights, quantise
 from benchmarks.mxfp4_weights import draw_mxfp4
 from benchmarks.routing import ExpertWork, HeldRoutes, expert_work
@@ -215,7 +215,7 @@ def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: flo
 
     Qwen3-Next-80B (36 layers), K=3, two drafts accepted, bfloat16: the states alone are 2·72 MiB.
 
-    >>> from attention.recurrence.layer_spec import DeltaSpec
+    >>> from attention.recurrence.states import DeltaSpec
     >>> layer = [ConvSpec(8192, 4), DeltaSpec(16, 32, 128, 128, False)]
     >>> [round(36 * bytes_per_launch(layer, k, a, torch.bfloat16) / 2**20, 1) for k, a in ((0, 0), (3, 2))]
     [146.2, 150.1]

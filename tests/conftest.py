@@ -60,7 +60,7 @@ sys.meta_path.append(FakesFinder())
 class Refused(MetaPathFinder):
     """Refuses what can be absent: `make test-core` runs the core's tests without it."""
 
-    packages = ("specdec.extensions", "attention.recurrence", "attention.transport")
+    packages = ("specdec.extensions", "attention.cascade", "attention.recurrence", "attention.transport")
     through_others = ("logits/test_requests.py", "specdec/test_options.py", "specdec/test_recurrent_targets.py")
     """Tests that need one of them without its name: of what another test file imports, or of a public name."""
 

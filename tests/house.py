@@ -33,7 +33,7 @@ SPINE = (
     "specdec/model.py",
 )
 """Folders and files that every round passes, whatever features are there."""
-WING_FOLDERS = ("specdec/extensions", "attention/recurrence", "attention/transport")
+WING_FOLDERS = ("specdec/extensions", "attention/cascade", "attention/recurrence", "attention/transport")
 """Folders of what can be absent; everything inside the first is a wing of its own."""
 WORDS = {
     "attached": r"attach\w*",

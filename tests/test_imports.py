@@ -101,6 +101,7 @@ ROOMS = [
     "attention/cache",
     "attention/transport",
     "attention/kernels",
+    "attention/cascade",
     "attention/hf/custom_op.py",
     "attention/hf/mixing.py",
     "attention/backends",

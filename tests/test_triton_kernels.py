@@ -21,12 +21,12 @@ from attention.backends.flashinfer.short_queries import PackedKernel, PackedKern
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
-from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, KVLayout, LayerKV, allocate
+from attention.cascade.kernel import launch_prefix, prefix_tiling, sum_shapes
+from attention.cascade.shared_pages import shared_prefix
 from attention.checking import check_mode
-from attention.kernels.cache_write import write_kv, write_latent
-from attention.kernels.cascade_kernel import PrefixTiling, SharedKeys, launch_prefix, prefix_tiling, sum_shapes
-from attention.kernels.packed_kernel import Scratch, Tiling, launch_packed
+from attention.kernels.cache_write import write_kv
+from attention.kernels.packed_kernel import Scratch, SharedKeys, Tiling, launch_packed
 from attention.spec import AttentionSpec
 from specdec.ops.elementwise import add_rms_norm, rms_norm, rotated, rotated_together, silu_product, token_major
 from specdec.ops.elementwise_kernel import launch_norm, launch_rotation, launch_silu_product
@@ -158,7 +158,7 @@ def test_packed_attention_after_a_shared_prefix(
     scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
     pages = torch.zeros(rows, dtype=torch.int32)
     tiling = prefix_tiling(rows * query_len * heads[0] // heads[1], heads[1], 4, 0)
-    tiling = PrefixTiling(replace(tiling.tile, queries=size, keys=size), parts, least_keys=64)
+    tiling = replace(tiling, queries=size, keys=size, parts=parts, least_keys=64)
     sums, stats = sum_shapes(key, rows * query_len, tiling)
     shared = SharedKeys(pages, torch.empty(sums), torch.empty(stats), tiling)
     query = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)[:, :-1]
@@ -226,7 +226,7 @@ def test_packed_kernel_follows_its_part() -> None:
 @pytest.mark.slow
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
-    from attention.backends.flashinfer.shared_pages import CascadeCost, SharedRows
+    from attention.cascade.page_sharing import CascadeCost, SharedRows
 
     monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
@@ -436,7 +436,7 @@ def test_latent_writes(layout: KVLayout) -> None:
     key = AttentionSpec(4, 1, 72, 64, 1.0, value_in_key=True)
     layer = allocate(CacheGroup("test", (key,), 4, 8, layout), torch.float16, CPU)[0]
     latents, slots = torch.randn(3, 1, 72, dtype=torch.float16), torch.tensor([30, 9, 10])
-    write_latent(layer, latents, slots)
+    write_kv(layer, latents, latents, slots)
     expected = torch.zeros(32, 1, 72, dtype=torch.float16)
     expected[slots] = latents
     assert torch.equal(by_slot(layer.keys, layout), expected)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
-from attention.backends.limits import check_causal
+from attention.backends.limits import check_causal, check_query_heads
 from attention.batch.host import HostBatch, offsets_within
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
@@ -306,10 +306,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, d
     where, elsewhere = f"group {group.name}: FlexAttention", "; use backend='torch'"
     if key.value_in_key:
         raise UnsupportedAttentionError(f"{where} does not serve MLA; use backend='flashinfer' or 'torch'")
-    if key.num_q_heads % key.num_kv_heads:
-        raise UnsupportedAttentionError(
-            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
-        )
+    check_query_heads(key, where)
     if device.type != "cuda":
         return
     dims = (key.head_dim_k, key.head_dim_v)

@@ -27,6 +27,14 @@ def check_causal(key: AttentionSpec, group: str, backend: str) -> None:
         )
 
 
+def check_query_heads(key: AttentionSpec, where: str) -> None:
+    """Raises UnsupportedAttentionError, whose message begins with `where`: Hq is not a multiple of Hkv."""
+    if key.num_q_heads % key.num_kv_heads:
+        raise UnsupportedAttentionError(
+            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
+        )
+
+
 def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
     """Refuse heads that no kernel is built for. `where` begins the message, the advice `elsewhere` ends it.
 
@@ -35,10 +43,7 @@ def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
     """
     if key.alibi is not None:
         raise UnsupportedAttentionError(f"{where} has no ALiBi slopes; use backend='flex' or 'torch'")
-    if key.num_q_heads % key.num_kv_heads:
-        raise UnsupportedAttentionError(
-            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
-        )
+    check_query_heads(key, where)
     if max(key.head_dim_k, key.head_dim_v) > WIDEST_HEAD:
         raise UnsupportedAttentionError(
             f"{where} takes head dims up to {WIDEST_HEAD}; given {key.head_dim_k} and {key.head_dim_v}{elsewhere}"

@@ -7,21 +7,17 @@ together; every longer row (a prompt chunk) is a separate segment, so that memor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from attention.backends.limits import check_causal
+from attention.backends.limits import check_causal, check_query_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from attention.backends.two_levels import PrefixLevel
 
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are padded into one segment."""
@@ -51,21 +47,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """The segments of one batch for one AttentionSpec. prefix: keys that some of the tokens see before theirs."""
+    """The segments of one batch for one AttentionSpec."""
 
     segments: tuple[Segment, ...]
-    prefix: PrefixLevel | None = None
 
 
 class TorchBuilder:
     """Builds gather indices and masks for one AttentionSpec."""
 
-    def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device, cascades: bool = False) -> None:
-        """num_pages: size of the pool, including the null page.
-
-        cascades: attend in two levels where rows begin with the same pages.
-        """
-        self._cascades = cascades
+    def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device) -> None:
+        """num_pages: size of the pool, including the null page."""
         self._num_pages = num_pages
         self._window = key.window
         self._groups = key.num_q_heads // key.num_kv_heads
@@ -81,26 +72,12 @@ class TorchBuilder:
         """
         host = metadata.host
         host.validate_pages(self._num_pages)
-        host, level = self._two_levels(host) if self._cascades else (host, None)
         lens, rows = host.query_lens, np.arange(len(host.seq_lens))
         if lens.min(initial=1) > 0 and lens.max(initial=0) <= _SHORT_QUERY:
-            return TorchPlan((self._segment(host, rows),), level)
+            return TorchPlan((self._segment(host, rows),))
         short = rows[(lens > 0) & (lens <= _SHORT_QUERY)]
         groups = [*([short] if len(short) else []), *rows[lens > _SHORT_QUERY][:, None]]
-        return TorchPlan(tuple(self._segment(host, group) for group in groups), level)
-
-    def _two_levels(self, host: HostBatch) -> tuple[HostBatch, PrefixLevel | None]:
-        """The batch behind the pages that rows share, and these; itself and None where rows share none."""
-        from attention.backends.two_levels import PrefixLevel
-        from attention.batch.transforms.cascade import cascade, shared_prefix
-
-        prefix = shared_prefix(host.block_table, host.num_computed_tokens, host.page_size)
-        if prefix is None:
-            return host, None
-        two = cascade(host, prefix)
-        pages, within = np.divmod(np.arange(two.num_keys), host.page_size)
-        slots = two.pages[pages].astype(np.int64) * host.page_size + within
-        return two.suffix, PrefixLevel(self._send(two.tokens), self._send(slots))
+        return TorchPlan(tuple(self._segment(host, group) for group in groups))
 
     def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
         """These rows [b] of a batch, padded to the longest query Q and the most keys S of them."""
@@ -140,11 +117,8 @@ class TorchBackend:
     name = "torch"
     batch_invariant = False
 
-    def __init__(self, device: torch.device, cascades: bool = False) -> None:
-        """cascades: attend in two levels where rows begin with the same pages. Kernels that do so are compared with;
-        here it gains nothing."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cascades = cascades
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
@@ -153,19 +127,11 @@ class TorchBackend:
         """A builder for `key`, any floating dtype.
 
         Raises:
-            UnsupportedAttentionError: Hq is not a multiple of Hkv, or two levels of a variant that has none.
+            UnsupportedAttentionError: Hq is not a multiple of Hkv.
         """
         check_causal(key, group.name, "torch")
-        if key.num_q_heads % key.num_kv_heads:
-            raise UnsupportedAttentionError(
-                f"group {group.name}: {key.num_q_heads} query heads are not a multiple of {key.num_kv_heads} KV heads"
-            )
-        if self._cascades:
-            from attention.backends.two_levels import cascade_limit
-
-            if limit := cascade_limit(key, group.format.dtype_for(dtype) != dtype):
-                raise UnsupportedAttentionError(f"group {group.name}: there is no cascade attention with {limit}")
-        return TorchBuilder(key, group.num_pages, self._device, self._cascades)
+        check_query_heads(key, f"group {group.name}: torch attention")
+        return TorchBuilder(key, group.num_pages, self._device)
 
     def run(
         self,
@@ -182,11 +148,6 @@ class TorchBackend:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         tokens = len(metadata.slot_mapping)
         write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
-        if plan.prefix is not None:
-            attended = _attend_levels(plan, plan.prefix, key, query[:tokens], layer_kv).to(query.dtype)
-            out = query.new_empty(len(query), *attended.shape[1:]) if out is None else out
-            out[:tokens] = attended
-            return out
         if len(plan.segments) == 1 and plan.segments[0].tokens is None:
             attended = _attend_segment(plan.segments[0], key, query[:tokens], layer_kv, sinks)
             if out is None and tokens == len(query):
@@ -206,32 +167,12 @@ class TorchBackend:
         return out
 
 
-def _attend_levels(
-    plan: TorchPlan, prefix: PrefixLevel, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
-) -> torch.Tensor:
-    """query [T, Hq, Dk] -> [T, Hq, Dv] in float32: every row's own keys, then those before them."""
-    from attention.backends.two_levels import Level, attend_prefix, level_of, merged
-
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    means = query.new_empty(len(query), key.num_q_heads, key.head_dim_v, dtype=dtype)
-    log_sums = query.new_empty(len(query), key.num_q_heads, dtype=dtype)
-    for segment in plan.segments:
-        rows = torch.arange(len(query), device=query.device) if segment.tokens is None else segment.tokens
-        q, k, v = _states(segment, key, query.index_select(0, rows), layer_kv)
-        level = level_of(q, k, v, segment.mask, key)
-        real = slice(None) if segment.real is None else segment.real
-        means[rows[real]], log_sums[rows[real]] = level.means[real], level.log_sums[real]
-    own = Level(means[prefix.tokens], log_sums[prefix.tokens])
-    means[prefix.tokens] = merged([own, attend_prefix(prefix, key, query, layer_kv)]).means
-    return means
-
-
 def _attend_segment(
     segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     rows, num_queries, _ = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
-    q, k, v = _states(segment, key, query, layer_kv)
+    q, k, v = segment_states(segment, key, query, layer_kv)
     folded = q.reshape(rows, heads, groups * num_queries, -1)
     out = _attend_folded(folded, k, v, segment.mask, key, sinks, segment.bias)
     out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
@@ -239,7 +180,7 @@ def _attend_segment(
     return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
 
 
-def _states(
+def segment_states(
     segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A segment's queries [b, Hkv, G, Q, Dk], keys and values [b, Hkv, S, D]; query: [b·Q, Hq, Dk]."""

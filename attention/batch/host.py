@@ -94,6 +94,12 @@ class HostBatch:
         """The extra of this class; None where the batch has none."""
         return extra_of(self.extras, kind)
 
+    def refuse_extras(self, done: str) -> None:
+        """Raise InvalidInputError if the batch has extras: they describe whole rows in their order, as recurrent states
+        do."""
+        for extra in self.extras:
+            raise InvalidInputError(f"a batch of rows with {extra.what} cannot be {done}")
+
     @cached_property
     def query_lens(self) -> np.ndarray:
         """[B] int32."""

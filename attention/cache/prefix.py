@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from attention.cache.shared import SharedPages
+from attention.cache.pages import PageAllocator
 from attention.cache.windowed import first_needed_page
 from attention.checking import require
 from attention.spec import Reach
@@ -119,13 +119,13 @@ class PrefixCache:
         """
         self.page_size = page_size
         self.num_following = num_following
-        self.pages = SharedPages(num_pages, lambda page: self._forget(self._entries[page]))
-        self.head_pages: SharedPages | None = None
+        self.pages = PageAllocator(num_pages, lambda page: self._forget(self._entries[page]))
+        self.head_pages: PageAllocator | None = None
         if num_head_pages is not None:
-            self.head_pages = SharedPages(num_head_pages, lambda page: self._forget(self._head_entries[page]))
+            self.head_pages = PageAllocator(num_head_pages, lambda page: self._forget(self._head_entries[page]))
         self._reaches = tuple(reach for reach, _ in windows)
         self.windowed = tuple(
-            SharedPages(count, partial(self._forget_windowed, g)) for g, (_, count) in enumerate(windows)
+            PageAllocator(count, partial(self._forget_windowed, g)) for g, (_, count) in enumerate(windows)
         )
         self._windowed_nodes: tuple[dict[int, _Node], ...] = tuple({} for _ in windows)
         self._roots: dict[int, _Node] = {}
@@ -270,15 +270,10 @@ class PrefixCache:
             require(nodes.keys() == allocator.registered_pages(), "registered windowed pages are not those of the tree")
 
     def _root(self, variant: int) -> _Node:
-        if variant not in self._roots:
-            self._roots[variant] = self._new_node(None, b"")
-        return self._roots[variant]
-
-    def _new_node(self, parent: _Node | None, key: bytes) -> _Node:
-        return _Node(parent, key, len(self._reaches))
+        return self._roots.setdefault(variant, _Node(None, b"", len(self._reaches)))
 
     def _add(self, node: _Node, key: bytes) -> _Node:
-        child = node.children[key] = self._new_node(node, key)
+        child = node.children[key] = _Node(node, key, len(self._reaches))
         return child
 
     def _most_seen(self, taken: Sequence[_Entry]) -> int:

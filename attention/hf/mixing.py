@@ -29,7 +29,7 @@ class RecurrentCall:
 
     Attributes:
         module: the layer that makes it.
-        spec: its requirements on a state, an `attention.recurrence.layer_spec.RecurrenceSpec`.
+        spec: its requirements on a state, an `attention.recurrence.states.RecurrenceSpec`.
     """
 
     module: nn.Module

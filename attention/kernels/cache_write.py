@@ -1,4 +1,4 @@
-"""Cache writes as Triton kernels: keys and values, rounded to 8 bits or not, and MLA's latents. On CUDA only."""
+"""Cache writes as a Triton kernel: keys and values, rounded to 8 bits or not, or MLA's latents. On CUDA only."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     slot_ptr,  # [T] int64
     key_token, key_head, value_token, value_head, page_stride, slot_stride, head_stride, value_page, value_slot,
     value_head_stride, key_inverse, value_inverse, limit,
+    HAS_VALUES: tl.constexpr,  # a latent has none
     EIGHT_BITS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -30,22 +31,24 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     inside = at < HEADS * DIM  # [BLOCK]
     place = (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * slot_stride + head * head_stride + column
     key = tl.load(key_ptr + token * key_token + head * key_head + column, mask=inside)  # [BLOCK]
-    value_place, value_inside = place, inside
-    if DIM_V != DIM:  # the same for values, whose heads are of another width
-        head, column, value_inside = at // DIM_V, at % DIM_V, at < HEADS * DIM_V
-        value_place = (slot // PAGE_SIZE) * value_page + (slot % PAGE_SIZE) * value_slot
-        value_place += head * value_head_stride + column
-    value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=value_inside)  # [BLOCK]
+    if HAS_VALUES:
+        value_place, value_inside = place, inside
+        if DIM_V != DIM:  # the same for values, whose heads are of another width
+            head, column, value_inside = at // DIM_V, at % DIM_V, at < HEADS * DIM_V
+            value_place = (slot // PAGE_SIZE) * value_page + (slot % PAGE_SIZE) * value_slot
+            value_place += head * value_head_stride + column
+        value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=value_inside)  # [BLOCK]
+        if EIGHT_BITS:
+            value = tl.minimum(tl.maximum(value.to(tl.float32) * value_inverse, -limit), limit)
+        tl.store(values_ptr + value_place, value.to(values_ptr.dtype.element_ty), mask=value_inside)
     if EIGHT_BITS:
         key = tl.minimum(tl.maximum(key.to(tl.float32) * key_inverse, -limit), limit)
-        value = tl.minimum(tl.maximum(value.to(tl.float32) * value_inverse, -limit), limit)
     tl.store(keys_ptr + place, key.to(keys_ptr.dtype.element_ty), mask=inside)
-    tl.store(values_ptr + value_place, value.to(values_ptr.dtype.element_ty), mask=value_inside)
 
 
 def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write key [T' >= T, Hkv, Dk] and value [T', Hkv, Dv] (last dimension contiguous) to their slots [T] int64, in
-    place.
+    place. Where values are in the keys (MLA), `value` is not read.
 
     8-bit caches follow the rule of `attention.cache.kv_cache.KVFormat`.
     """
@@ -54,33 +57,7 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
     _write_kernel[(len(slot_mapping),)](
         key, value, pages, values, slot_mapping, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         pages.stride(0), pages.stride(slot), pages.stride(head), values.stride(0), values.stride(slot),
-        values.stride(head), 1 / layer.key_scale, 1 / layer.value_scale, FP8_MAX, EIGHT_BITS=pages.dtype == FP8,
-        PAGE_SIZE=pages.shape[slot], HEADS=heads, DIM=dim, DIM_V=value.shape[2],
+        values.stride(head), 1 / layer.key_scale, 1 / layer.value_scale, FP8_MAX, HAS_VALUES=not layer.value_in_key,
+        EIGHT_BITS=pages.dtype == FP8, PAGE_SIZE=pages.shape[slot], HEADS=heads, DIM=dim, DIM_V=value.shape[2],
         BLOCK=triton.next_power_of_2(heads * max(dim, value.shape[2])), **dependent_launch(key.device),
     )  # fmt: skip
-
-
-@triton.jit
-def _write_latent_kernel(  # type: ignore[no-untyped-def]
-    key_ptr,  # [T, 1, D]
-    pages_ptr,  # [pages, page_size, 1, D] contiguous
-    slot_ptr,  # [T] int64
-    key_token,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
-    column = tl.arange(0, BLOCK)  # [BLOCK]
-    inside = column < DIM
-    key = tl.load(key_ptr + token * key_token + column, mask=inside)  # [BLOCK]
-    tl.store(pages_ptr + slot * DIM + column, key.to(pages_ptr.dtype.element_ty), mask=inside)
-
-
-def write_latent(layer: LayerKV, key: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write latents [T' >= T, 1, Dk] (last dimension contiguous) to their slots [T] int64, in place.
-
-    With one KV head a slot's numbers lie together in either page layout.
-    """
-    dim = key.shape[2]
-    block = triton.next_power_of_2(dim)
-    _write_latent_kernel[(len(slot_mapping),)](key, layer.keys, slot_mapping, key.stride(0), DIM=dim, BLOCK=block)

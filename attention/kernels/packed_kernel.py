@@ -5,7 +5,7 @@ key once. Where that would leave multiprocessors idle, or one long row would kee
 are split among several programs (split-KV): each leaves its part of the sum in float32, and the last one of a row adds
 the parts up. Nothing is planned: every program finds its row and its part from the pages of all rows.
 
-Where rows share their leading pages, these may have been attended before (`cascade_kernel`): then a row's
+Where rows share their leading pages, these may have been attended before (`attention.cascade.kernel`): then a row's
 keys are those after them, and its first part begins with the sums that are there already.
 
 Letters in the kernel: M query rows of the tile (TILE_QUERIES: tokens times the query heads of one KV head), N keys of a
@@ -24,7 +24,6 @@ import triton.language as tl
 
 from attention.cache.kv_cache import LayerKV
 from attention.checking import CHECKS, require
-from attention.kernels.cascade_kernel import SharedKeys, prefix_share
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
 from attention.spec import AttentionSpec
@@ -72,6 +71,52 @@ def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes:
     if units < 4 * multiprocessors:
         return Tiling(128, 4, 3, _MOST_EACH, 256) if width <= 16 else Tiling(64, 4, 5, 2, 256)
     return Tiling(32, 2, 5, _MOST_EACH, 256)
+
+
+@dataclass(frozen=True)
+class PrefixTiling:
+    """How the keys that rows share are gone through, before the rows' own.
+
+    Attributes:
+        queries, keys: size of a tile; warps: per program.
+        stages: pipeline stages of the loop over tiles of keys. Up to 4 nothing is loaded while a tile is computed,
+            because the page numbers must be there first: the compiler loads the next tile after it. 5 load one tile
+            ahead, 7 two.
+        each: programs that a multiprocessor runs concurrently; key_ns: time in which each computes one key.
+        parts: number of parts that enough shared keys are split into; least_keys: fewest keys of one, in whole tiles.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    each: int
+    key_ns: float
+    parts: int
+    least_keys: int
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """The pages that the rows of a batch share, on the device, and the buffers for the sums over them.
+
+    Attributes:
+        pages: [B] int32, the leading pages that a row shares with others: the same number n for all rows that share
+            any, 0 for the others; n is taken from the first of these. Every query of these rows sees all of them.
+        sums: [parts, T, Hq, D] float32, and stats: [parts, T, Hq, 2] float32, maximum and sum of weights; any content.
+        tiling: how they are gone through.
+    """
+
+    pages: torch.Tensor
+    sums: torch.Tensor
+    stats: torch.Tensor
+    tiling: PrefixTiling
+
+
+@triton.jit
+def prefix_share(keys, parts, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shared keys of each part, in whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(keys, parts), TILE_KEYS) * TILE_KEYS, LEAST_KEYS)
 
 
 @dataclass(frozen=True)
@@ -157,7 +202,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     page_indices_ptr,  # [sum of the rows' pages] int32
     page_indptr_ptr,  # [B+1] int32
     last_page_len_ptr,  # [B] int32
-    shared_ptr,  # [B] int32, see `attention.kernels.cascade_kernel.SharedKeys`, as the next two
+    shared_ptr,  # [B] int32, see `SharedKeys`, as the next two
     prefix_sums_ptr, prefix_stats_ptr,
     sums_ptr,  # [places, M, D] float32: parts of the weighted sum of values
     stats_ptr,  # [places, 2, M] float32: their maxima and sums of weights
@@ -260,7 +305,7 @@ def launch_packed(
         query: [B·query_len, Hq, D], the last dimension contiguous, and out: the same, contiguous; anything may follow.
         page_indptr: [B+1] int32; page_indices: int32, the pages of all rows; last_page_len: [B] int32.
         scratch: buffers for this many queries per row.
-        shared: pages that `attention.kernels.cascade_kernel.launch_prefix` has attended just before; None without them.
+        shared: pages that `attention.cascade.kernel.launch_prefix` has attended just before; None without them.
     """
     rows = len(last_page_len)
     pages, (slot, head) = layer.keys, layer.slot_and_head
@@ -282,7 +327,7 @@ def launch_packed(
         PAGE_SIZE=pages.shape[slot], TILE_QUERIES=width, TILE_KEYS=tiles.keys,
         LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]), ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
         STAGES=tiles.stages, CASCADE=shared is not None, PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
-        PREFIX_TILE=1 if shared is None else shared.tiling.tile.keys,
+        PREFIX_TILE=1 if shared is None else shared.tiling.keys,
         PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys, num_warps=tiles.warps,
         **dependent_launch(query.device),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens, zeros_from
+from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens, zero_padding
 from attention.recurrence.state_rows import StateRows
 
 _WARPS = 4
@@ -33,7 +33,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     query_start_loc_ptr, slots_ptr, start_ptr,
     rows,
     total_tokens,  # T
-    x_token, ring_slot,
+    x_token,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,  # k
     RING_SIZE: tl.constexpr, RING_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
@@ -44,9 +44,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]  # [1, C]
     inside = channel < CHANNELS
     if tl.program_id(0) == tl.num_programs(0) - 1:  # tokens of no row
-        end = tl.load(query_start_loc_ptr + rows)
-        padding_at = out_ptr + end.to(tl.int64) * CHANNELS + channel
-        zeros_from(padding_at, total_tokens - end, CHANNELS, inside, out_ptr.dtype.element_ty)
+        zero_padding(out_ptr + channel, query_start_loc_ptr + rows, total_tokens, CHANNELS, inside)
         return
     if ONE_BLOCK:
         row, block = tl.program_id(0), 0
@@ -60,7 +58,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     slot, start = tl.load(slots_ptr + row).to(tl.int64), tl.load(start_ptr + row)
     offset = (block * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]  # [B, 1] of the row's tokens
     x_at = x_ptr + first * x_token + channel  # [1, C]
-    ring_at = ring_ptr + slot * ring_slot + channel  # [1, C]
+    ring_at = ring_ptr + slot * (RING_SIZE * CHANNELS) + channel  # [1, C]
     own = (offset < tokens) & inside  # [B, C]
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for tap in tl.static_range(TAPS):
@@ -118,7 +116,7 @@ def short_conv(
     count = len(rows.slots)
     _conv_kernel[(1 + count + (0 if one_block else tokens // block_t), triton.cdiv(channels, block_c))](
         x, weight, x if bias is None else bias, ring, out, rows.query_start_loc, rows.slots, rows.start, count, tokens,
-        x.stride(0), ring.stride(0), CHANNELS=channels, TAPS=taps, RING_SIZE=size,
+        x.stride(0), CHANNELS=channels, TAPS=taps, RING_SIZE=size,
         RING_BLOCK=triton.next_power_of_2(size), HAS_BIAS=bias is not None, SILU=silu, ONE_BLOCK=one_block,
         BLOCK_T=block_t, BLOCK_C=block_c, ROWS=triton.next_power_of_2(count), num_warps=_WARPS,
         **dependent_launch(x.device),

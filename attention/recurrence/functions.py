@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attention.recurrence.state_cache import DeltaRing, ScanRing
 from attention.recurrence.state_rows import Padded, StateRows
+from attention.recurrence.states import DeltaRing, ScanRing
 
 _CHUNK, _VECTOR_CHUNK = 64, 16
 """Tokens of a chunk. With a gate per channel the decays between two tokens are vectors, so fewer."""
@@ -93,7 +93,7 @@ def gated_delta(
         queries = heads(span.gathered(q), l2_normalize) * scale
         keys = heads(span.gathered(k, ring.k), l2_normalize)
         inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
-        return _delta_scan(*inputs, before)
+        return _scan_in_chunks(*inputs, before)
 
     return _two_phases(scan, v, state, rows, ring, k=k, v=v, g=g, beta=beta)
 
@@ -117,7 +117,7 @@ def ssd_scan(
         b, c = span.gathered(B, ring.B), span.gathered(C)
         b, c = (each.repeat_interleave(repeat, dim=2) if repeat > 1 else each for each in (b, c))
         inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
-        y, after = _ssd_scan(inputs, steps, A.float(), b, c, before)
+        y, after = _scan_in_chunks(c, b, inputs, steps * A.float(), steps, before, corrects=False)
         return y if D is None else y + D.float()[:, None] * inputs, after
 
     return _two_phases(scan, x.float(), state, rows, ring, x=x, B=B, dt=dt)
@@ -179,61 +179,50 @@ def _two_phases(
     return out
 
 
-def _delta_scan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k [B, L, H, Dk], v [B, L, H, Dv], g [B, L, H] or [B, L, H, Dk], beta [B, L, H], state [B, H, Dv, Dk], all
+def _scan_in_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    corrects: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gated delta rule; or Mamba2's scan, without a correction of v by what the state knows.
+
+    q, k [B, L, H, Dk], v [B, L, H, Dv], g [B, L, H] or [B, L, H, Dk], beta [B, L, H], state [B, H, Dv, Dk], all
     float32 -> [B, L, H, Dv] and the state after them."""
     vector = g.dim() == 4
     gates = g if vector else g[..., None]
     q, k, v, gates, beta = (each.transpose(1, 2) for each in (q, k, v, gates, beta))
-    outputs = []
-    size = _VECTOR_CHUNK if vector else _CHUNK
+    outputs, size = [], _VECTOR_CHUNK if vector else _CHUNK
     for first in range(0, q.shape[2], size):
         own = slice(first, first + size)
-        y, state = _delta_chunk(q[:, :, own], k[:, :, own], v[:, :, own], gates[:, :, own], beta[:, :, own], state)
+        chunk = q[:, :, own], k[:, :, own], v[:, :, own], gates[:, :, own], beta[:, :, own]
+        y, state = _chunk(*chunk, state, corrects)
         outputs.append(y)
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 
-def _delta_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk [B, H, c, …]: u solves (1 + tril(beta K Kᵀ decay, -1)) u = beta (v - K exp(sum g) Sᵀ)."""
+def _chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    corrects: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One chunk [B, H, c, …]: u = beta v, or solves (1 + tril(beta K Kᵀ decay, -1)) u = beta (v - K exp(sum g) Sᵀ)."""
     total = g.cumsum(2)  # [B, H, c, 1 or Dk]
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     decay = total[:, :, :, None] - total[:, :, None]  # [B, H, c, c, 1 or Dk]
     decay = decay.masked_fill(later[..., None], float("-inf")).exp()
-    if g.shape[-1] == 1:
-        keys, reads = ((x @ k.transpose(-1, -2)) * decay[..., 0] for x in (k, q))
+
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        if g.shape[-1] == 1:
+            return (x @ k.transpose(-1, -2)) * decay[..., 0]
+        return torch.einsum("bhid,bhjd,bhijd->bhij", x, k, decay)
+
+    grown, weight = total.exp(), beta[..., None]
+    if corrects:
+        known = (k * grown) @ state.transpose(-1, -2)
+        u = torch.linalg.solve_triangular(scores(k) * weight, (v - known) * weight, upper=False, unitriangular=True)
     else:
-        keys, reads = (torch.einsum("bhid,bhjd,bhijd->bhij", x, k, decay) for x in (k, q))
-    grown = total.exp()
-    known = (k * grown) @ state.transpose(-1, -2)
-    weight = beta[..., None]
-    u = torch.linalg.solve_triangular(keys * weight, (v - known) * weight, upper=False, unitriangular=True)
-    y = (q * grown) @ state.transpose(-1, -2) + reads @ u
+        u = v * weight
+    y = (q * grown) @ state.transpose(-1, -2) + scores(q) @ u
     left = (total[:, :, -1:] - total).exp()
     return y, state * grown[:, :, -1, None] + u.transpose(-1, -2) @ (k * left)
-
-
-def _ssd_scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, L, H, P], dt [B, L, H], A [H], B, C [B, L, H, N], state [B, H, P, N] -> [B, L, H, P], the state after."""
-    x, dt, B, C = (each.transpose(1, 2) for each in (x, dt, B, C))
-    outputs = []
-    for first in range(0, x.shape[2], _CHUNK):
-        inputs, step, b, c = (each[:, :, first : first + _CHUNK] for each in (x, dt, B, C))
-        total = (step * A[:, None]).cumsum(2)
-        later = torch.ones(step.shape[2], step.shape[2], dtype=torch.bool, device=x.device).triu(1)
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
-        scaled = inputs * step[..., None]
-        grown = total.exp()[..., None]
-        outputs.append(((c @ b.transpose(-1, -2)) * decay) @ scaled + (c @ state.transpose(-1, -2)) * grown)
-        left = (total[..., -1:] - total).exp()[..., None]
-        state = state * grown[:, :, -1, None] + (scaled * left).transpose(-1, -2) @ b
-    return torch.cat(outputs, dim=2).transpose(1, 2), state
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,12 @@ from attention.errors import UnsupportedAttentionError
 from attention.hf.custom_op import Channel
 from attention.recurrence.runner import Recur, empty_output
 
-_STATE_ARGUMENTS = ("initial_state", "initial_states", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
-"""Arguments through which a layer passes its own states or rows; None without a transformers cache."""
+_STATE_ARGUMENTS = (
+    *("initial_state", "initial_states", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
+    *("output_final_state", "return_final_states", "return_last_state", "z"),
+)
+"""Keyword arguments through which a layer passes its own states or rows, or asks for states: None or False without a
+transformers cache. The gate z of Mamba2's scan is not computed here."""
 
 
 Mixing = Callable[..., torch.Tensor]
@@ -49,11 +53,10 @@ def _conv(
 
 def _delta(
     mixing: Mixing, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    chunk_size: int = 64, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+    *, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query, key [1, T, Hk, Dk], value [1, T, Hv, Dv], g [1, T, Hv] or [1, T, Hv, Dk] -> [1, T, Hv, Dv], None."""
-    _refuse_states(kwargs | {"initial_state": initial_state, "output_final_state": output_final_state or None})
+    _refuse_states(kwargs)
     scale = query.shape[-1] ** -0.5
     inputs = (query[0], key[0], value[0], g[0].float(), beta[0].float())
     return mixing("gated_delta", *inputs, scale, use_qk_l2norm_in_kernel)[None], None
@@ -61,14 +64,11 @@ def _delta(
 
 def _ssd(
     mixing: Mixing, hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    chunk_size: int, D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-    z: torch.Tensor | None = None, **kwargs: Any,
+    *, D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     """hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N], D [H] -> [1, T, H, P]."""
-    _refuse_states(kwargs | {"initial_states": initial_states, "return_final_states": return_final_states or None})
-    _refuse_states({"z": z})
+    _refuse_states(kwargs)
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
@@ -79,11 +79,11 @@ def _ssd(
 
 def _selective(
     mixing: Mixing, hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
+    *, D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     """hidden_states, dt, z [1, C, T], A [C, N], B, C [1, N, T], D [C] -> [1, C, T]."""
-    _refuse_states(kwargs | {"return_last_state": return_last_state or None})
+    _refuse_states(kwargs)
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
@@ -95,12 +95,7 @@ def _selective(
 
 
 def _refuse_states(given: dict[str, Any]) -> None:
-    odd = sorted(
-        name
-        for name, value in given.items()
-        if value is not None
-        and name in (*_STATE_ARGUMENTS, "output_final_state", "return_final_states", "return_last_state", "z")
-    )
+    odd = sorted(name for name in _STATE_ARGUMENTS if given.get(name) is not None and given[name] is not False)
     if odd:
         raise UnsupportedAttentionError(f"a recurrent layer passes {', '.join(odd)} to its recurrence")
 

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from attention.errors import UnsupportedAttentionError
 from attention.hf.mixing import RecurrentCall, modeling_files
 from attention.recurrence.hf_calls import STAND_INS, Mixing, RecurrenceChannel
-from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 from attention.recurrence.runner import Recur, empty_output
+from attention.recurrence.states import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 
 _BOUND = "_specdec_recurrence"
 

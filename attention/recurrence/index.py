@@ -14,9 +14,9 @@ drafts) = (0, n, 0), (0, 1, 0) and (a, 1, d). Worked: K=3, 18 tokens folded, 2 d
 >>> start, folded, num_new, rule = np.array([20]), np.array([18]), np.array([1]), FoldRule.every_launch(3)
 >>> replay_of(start, folded).tolist(), folded_after(start, num_new, folded).tolist()
 ([2], [21])
->>> ring_place(np.array([18, 19]), rule.ring_size).tolist()  # what it replays
+>>> (np.array([18, 19]) % rule.ring_size).tolist()  # where in its ring it finds what it replays
 [4, 5]
->>> ring_place(np.array([21, 22, 23]), rule.ring_size).tolist()  # where it writes its drafts
+>>> (np.array([21, 22, 23]) % rule.ring_size).tolist()  # where it writes its drafts
 [0, 1, 2]
 
 Where all inputs are read as one chunk (the gated delta rule) replaying costs nothing, and storing as much as reading:
@@ -182,8 +182,3 @@ def conv_ring_size(width: int, num_drafts: int) -> int:
     7
     """
     return width + num_drafts
-
-
-def ring_place(positions: np.ndarray, size: int) -> np.ndarray:
-    """Where the input at a position is in a ring."""
-    return positions % size

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from attention.checking import CHECKS, require
-from attention.recurrence.state_cache import DeltaRing, ScanRing
+from attention.kernels.launch import dependent_launch
 from attention.recurrence.state_rows import StateRows
+from attention.recurrence.states import DeltaRing, ScanRing
 
 TOKENS_OF_SHORT_ROWS = 16
 """Rows with more tokens are processed in chunks if the recurrence has a kernel for chunks."""
@@ -41,7 +43,7 @@ def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
 def check_launch(
     rows: StateRows, state: torch.Tensor, ring: DeltaRing | ScanRing | None = None, **inputs: torch.Tensor
 ) -> None:
-    """In check mode, check that index tensors of a launch are int32 and that each slot of state and ring is contiguous.
+    """In check mode, check that index tensors of a launch are int32 and that state and ring are contiguous.
 
     state: [slots, …]; a convolution's ring. inputs: keyed by the names of the ring's tensors, which must have the same
     dtypes: a replayed token would otherwise differ from the one that was verified.
@@ -57,9 +59,61 @@ def check_launch(
     require(len(rows.query_start_loc) == len(rows.slots) + 1, "query_start_loc is not one longer than slots")
     for name, x in {"state" if kept else "ring": state, **{f"ring.{key}": x for key, x in kept.items()}}.items():
         require(len(x) == len(state), f"{name} has {len(x)} slots, the state {len(state)}")
-        require(x[:1].is_contiguous(), f"{name} has gaps within a slot")
+        require(x.is_contiguous(), f"{name} has gaps")
     for name, given in inputs.items():
         require(given.dtype == kept[name].dtype, f"{name} is {given.dtype}, the ring that keeps it {kept[name].dtype}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A call of the gated delta rule or of Mamba2's scan, as its launches read it.
+
+    Attributes:
+        q, k: [T, Hk, Dk], each head for H / Hk value heads; v: [T, H, Dv]; beta: [T, H]. Mamba2: C, B, x and dt.
+        g: gates [T, H] or [T, H, Dk]; Mamba2: A of every token, whose gates are dt A.
+        scale: of queries; normalize: whether q and k are divided by their lengths. Mamba2: neither.
+        state: float32 [slots, H, Dv, Dk]. ring: places of k, v, g and beta; Mamba2 keeps no g, any tensor will do.
+        delta: whether values are corrected by what the state knows; Mamba2's are not.
+        skip: Mamba2's D [H], or None. out: [T, H, Dv].
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    scale: float
+    normalize: bool
+    state: torch.Tensor
+    ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    rows: StateRows
+    out: torch.Tensor
+    delta: bool = True
+    skip: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, g, beta."""
+        return self.q, self.k, self.v, self.g, self.beta
+
+    @property
+    def strides(self) -> list[int]:
+        """From token to token and from head to head of each of `tensors`."""
+        return [stride for x in self.tensors for stride in x.stride()[:2]]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of every launch."""
+        _, key_heads, dim_k = self.k.shape
+        return {
+            "RING_SIZE": self.ring[0].shape[1],
+            "HEADS": self.v.shape[1],
+            "KEY_HEADS": key_heads,
+            "DIM_K": dim_k,
+            "DIM_V": self.v.shape[2],
+            "WIDTH_K": max(16, triton.next_power_of_2(dim_k)),
+            **dependent_launch(self.v.device),
+        }
 
 
 @triton.jit
@@ -70,6 +124,14 @@ def row_tokens(query_start_loc_ptr, row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def row_of_program(counts, index, rows, program):  # type: ignore[no-untyped-def]
+    """counts [ROWS], programs of each row, index 0 … ROWS-1 -> the row of a program, and which of the row's programs it
+    is; `rows` for surplus programs."""
+    row = tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0)
+    return tl.minimum(row, rows), program - tl.sum(tl.where(index < row, counts, 0), 0)
+
+
+@triton.jit
 def row_of_block(query_start_loc_ptr, rows, program, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """query_start_loc [rows + 1] -> the row of a program, and which of the row's blocks of BLOCK tokens is the
     program's; `rows` for surplus programs. The number of blocks is at most tokens // BLOCK + rows.
@@ -77,17 +139,15 @@ def row_of_block(query_start_loc_ptr, rows, program, BLOCK: tl.constexpr, ROWS: 
     index = tl.arange(0, ROWS)  # [ROWS]
     first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
     tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
-    blocks = tl.where(index < rows, tl.cdiv(tokens, BLOCK), 0)  # [ROWS]
-    row = tl.sum((tl.cumsum(blocks, 0) <= program).to(tl.int32), 0)
-    block = program - tl.sum(tl.where(index < row, blocks, 0), 0)
-    return tl.minimum(row, rows), block
+    return row_of_program(tl.where(index < rows, tl.cdiv(tokens, BLOCK), 0), index, rows, program)
 
 
 @triton.jit
-def row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row):  # type: ignore[no-untyped-def]
-    """-> a row's slot (int64), start, replay and num_new."""
+def facts_of_row(query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr, row):  # type: ignore[no-untyped-def]
+    """-> a row's first token (int64), number of tokens, slot (int64), start, replay and num_new."""
+    first, tokens = row_tokens(query_start_loc_ptr, row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    return slot, tl.load(start_ptr + row), tl.load(replay_ptr + row), tl.load(num_new_ptr + row)
+    return first, tokens, slot, tl.load(start_ptr + row), tl.load(replay_ptr + row), tl.load(num_new_ptr + row)
 
 
 @dataclass(frozen=True)
@@ -118,11 +178,14 @@ def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
 
 
 @triton.jit
-def zeros_from(at, count, step, mask, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for `count` tokens, `step` numbers from one to the next: outputs of tokens of no row."""
-    for _ in range(count):
-        tl.store(at, tl.zeros(at.shape, DTYPE), mask=mask)
-        at += step
+def zero_padding(out_at, end_ptr, total_tokens, STEP: tl.constexpr, mask):  # type: ignore[no-untyped-def]
+    """Zeros for the outputs of tokens of no row. out_at: where token 0's are; end_ptr: of the last row's end; STEP:
+    numbers from one token to the next."""
+    end = tl.load(end_ptr)
+    at = out_at + end.to(tl.int64) * STEP
+    for _ in range(total_tokens - end):
+        tl.store(at, tl.zeros(at.shape, at.dtype.element_ty), mask=mask)
+        at += STEP
 
 
 @triton.jit
@@ -182,9 +245,7 @@ def row_of_chunk(  # type: ignore[no-untyped-def]
     first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
     tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
     _, chunks = chunks_of_row(tokens, tl.load(num_new_ptr + index, mask=index < rows, other=0), CHUNK)  # [ROWS]
-    chunks = tl.where(tokens >= least_tokens, chunks, 0)
-    row = tl.sum((tl.cumsum(chunks, 0) <= program).to(tl.int32), 0)
-    return tl.minimum(row, rows), program - tl.sum(tl.where(index < row, chunks, 0), 0)
+    return row_of_program(tl.where(tokens >= least_tokens, chunks, 0), index, rows, program)
 
 
 @triton.jit

@@ -12,9 +12,16 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata, ExtraSection
 from attention.recurrence.functions import recurrences_of
 from attention.recurrence.index import StateArrays, StateIndex, slots_of_rows
-from attention.recurrence.layer_spec import ConvSpec, moved_shape
-from attention.recurrence.state_cache import CallState, ConvState, StateGroup, allocate_states, tensors_of
 from attention.recurrence.state_rows import StateRows
+from attention.recurrence.states import (
+    CallState,
+    ConvSpec,
+    ConvState,
+    StateGroup,
+    allocate_states,
+    moved_shape,
+    tensors_of,
+)
 
 
 class Recur(Protocol):

@@ -26,6 +26,11 @@ class StateRows(StateArrays[torch.Tensor]):
     max_query_len: int = field(kw_only=True)
     max_replay: int = field(kw_only=True)
 
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """What kernels read of the rows, in the order of their arguments."""
+        return self.query_start_loc, self.slots, self.start, self.replay, self.num_new
+
     @cached_property
     def committed(self) -> tuple[Padded, ...]:
         """The inputs that go into the stored states: replayed ones, then committed tokens. Short rows apart from long

@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.groups import Planned
 from attention.hf.padding import padding_known
-from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
+from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
@@ -90,7 +89,7 @@ class Bucket:
     verification. decide: decides the sampled rows of that result again.
     """
 
-    planner: Planner
+    planner: FixedPlanner
     verify: torch.cuda.CUDAGraph
     decide: torch.cuda.CUDAGraph
     device: DeviceRound
@@ -153,7 +152,9 @@ class DraftCapture:
         for index, metadata in enumerate(round_.steps):
             before, _ = self.loop.step(index, step_rows(result.num_rows), self._runner.blank(metadata), before)
 
-    def capture(self, result: PackedResult, round_: EmptyRound, target: Planner, recorder: Recorder) -> DraftGraphs:
+    def capture(
+        self, result: PackedResult, round_: EmptyRound, target: FixedPlanner, recorder: Recorder
+    ) -> DraftGraphs:
         """Capture the draft prefill after the verification that writes `result`, and the steps.
 
         target: the verification's planner.
@@ -238,7 +239,7 @@ def _verify(
     model: Callable[..., Any],
     drafts: DraftCapture | None,
     device: DeviceRound,
-    planned: Planned,
+    planned: PlannedBatch,
     extras: Sequence[RoundExtra],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""

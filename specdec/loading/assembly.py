@@ -178,7 +178,7 @@ def _target(parts: Parts, group: Group) -> Target:
     states = None
     if probed.recurrent_calls:
         from attention.recurrence.runner import StateRunner
-        from attention.recurrence.state_cache import StateGroup
+        from attention.recurrence.states import StateGroup
 
         rows = StateGroup(probed.recurrence_specs, config.num_state_slots, config.num_speculative_tokens)
         states = StateRunner(rows, probed.model.dtype, probed.model.device)

@@ -132,7 +132,7 @@ def _extras(probed: TargetProbe, rows: Rows, options: LoadOptions, lookup: bool,
         InvalidInputError: the longest match of a lookup is shorter than its shortest.
     """
     if probed.recurrent_calls:
-        from attention.recurrence.layer_spec import fold_rule
+        from attention.recurrence.states import fold_rule
         from specdec.extras.recurrent_states import RecurrentStates
 
         yield RecurrentStates(fold_rule(probed.recurrence_specs, rows.num_speculative_tokens))

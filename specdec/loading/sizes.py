@@ -230,7 +230,7 @@ def state_bytes(probed: TargetProbe, rows: Rows) -> int:
     """Bytes of the states of a target's recurrent layers, of all rows; 0 without such layers."""
     if not probed.recurrent_calls:
         return 0
-    from attention.recurrence.state_cache import StateGroup
+    from attention.recurrence.states import StateGroup
 
     group = StateGroup(probed.recurrence_specs, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
     return group.num_slots * group.bytes_per_row(probed.model.dtype)

@@ -15,10 +15,20 @@ import torch
 
 from attention.recurrence.functions import REFERENCE
 from attention.recurrence.index import FoldRule
-from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 from attention.recurrence.runner import StateRunner
-from attention.recurrence.state_cache import CallState, ConvState, StateGroup, allocate_states, tensors_of
 from attention.recurrence.state_rows import StateRows
+from attention.recurrence.states import (
+    CallState,
+    ConvSpec,
+    ConvState,
+    DeltaSpec,
+    RecurrenceSpec,
+    ScanSpec,
+    SsdSpec,
+    StateGroup,
+    allocate_states,
+    tensors_of,
+)
 from specdec.errors import UnsupportedModelError
 
 _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}

@@ -263,7 +263,7 @@ def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
     states = None
     if probed.recurrent_calls:
         from attention.recurrence.runner import StateRunner
-        from attention.recurrence.state_cache import StateGroup
+        from attention.recurrence.states import StateGroup
 
         slots = StateGroup(probed.recurrence_specs, len(lens) + 1, _VERIFY_LEN - 1)
         states = StateRunner(slots, torch.float32, cpu)

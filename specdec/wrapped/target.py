@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.groups import Planned, Runner, is_blank
+from attention.groups import Runner
 from attention.hf.custom_op import LayerAttend
 from attention.hf.gate import gate_of
 from attention.hf.patches import Value
 from attention.hf.port import AttentionPort
 from attention.hf.training_mode import evaluating, trainable_modules
+from attention.runner import PlannedBatch
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations
@@ -220,7 +221,7 @@ class Target:
     def forward(
         self,
         token_ids: torch.Tensor,
-        planned: Planned,
+        planned: PlannedBatch,
         logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
@@ -257,7 +258,7 @@ class Target:
         own = metadata.extra(RotaryPositions) if self.long_rope is not None else None
         return metadata.positions if own is None else own.positions
 
-    def recur(self, planned: Planned) -> Recur | None:
+    def recur(self, planned: PlannedBatch) -> Recur | None:
         """The function that serves the recurrent calls of a planned batch; None for a target without.
 
         Raises:
@@ -265,7 +266,7 @@ class Target:
         """
         if self.states is None:
             return None
-        if is_blank(planned):
+        if planned.plans is None:
             return self.states.blank()
         found = self.states.serving(planned.metadata)
         if found is None:

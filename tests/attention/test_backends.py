@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attention.backends.base import AttentionBackend
-from attention.backends.flashinfer.requirements import check_supported as check_flashinfer
+from attention.backends.flashinfer.backend import check_supported as check_flashinfer
 from attention.backends.flex import FlexBackend
 from attention.backends.flex import check_supported as check_flex
 from attention.backends.invariant import InvariantBackend, InvariantBuilder, run_invariant

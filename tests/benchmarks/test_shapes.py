@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from attention.hf.probe import probe
-from attention.recurrence.layer_spec import DeltaSpec
-from attention.recurrence.state_cache import StateGroup
+from attention.recurrence.states import DeltaSpec, StateGroup
 from benchmarks.shapes import COPY_BYTES_PER_S, MODULES, SHAPES, random_pair
 from drafters.mtp.head import MtpHead, MtpStack
 

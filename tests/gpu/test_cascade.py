@@ -9,11 +9,11 @@ import pytest
 import torch
 from fakes import results_of
 
-from attention.backends.flashinfer import shared_pages as sharing
 from attention.backends.flashinfer.backend import FlashInferBackend
-from attention.backends.flashinfer.shared_pages import CascadeCost
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
+from attention.cascade import page_sharing as sharing
+from attention.cascade.page_sharing import CascadeCost
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted
 from tests.gpu.test_flashinfer import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention.recurrence import delta_kernel, delta_tokens_kernel, scan_kernel
+from attention.recurrence import delta_kernel, tokens_kernel
 from attention.recurrence.conv_kernel import short_conv
 from attention.recurrence.delta_kernel import ShortTiling, gated_delta
 from attention.recurrence.kernel_rows import StateTiling
@@ -73,7 +73,7 @@ def test_delta_of_a_round(shape: Any, vector: bool, dtype: torch.dtype) -> None:
 )
 def test_delta_of_every_tiling(tiling: StateTiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token."""
-    monkeypatch.setattr(delta_tokens_kernel, "state_tiling", lambda *_: tiling)
+    monkeypatch.setattr(tokens_kernel, "state_tiling", lambda *_: tiling)
     monkeypatch.setattr(delta_kernel, "ONE_CHUNK", False)
     case = delta(VERIFY, QWEN, False, torch.bfloat16)
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(VERIFY, CUDA), LIMITS[torch.bfloat16], 2e-6)
@@ -212,7 +212,7 @@ def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("tiling", [StateTiling(32, 32, 8, 80), StateTiling(64, 32, 8, 80), StateTiling(16, 16, 4)])
 def test_mamba2_of_every_tiling(tiling: StateTiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_kernel, "state_tiling", lambda *_: tiling)
+    monkeypatch.setattr(tokens_kernel, "state_tiling", lambda *_: tiling)
     torch.manual_seed(0)
     case = on_gpu(ssd_case(sum(r[0] for r in VERIFY) + 3, (8, 128), (128, 64), torch.bfloat16, ring_size=RING))
     checked(ssd_scan, oracle.ssd_scan, case, StateRows.of(VERIFY, CUDA), LIMITS[torch.bfloat16], 2e-6)

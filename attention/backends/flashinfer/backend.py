@@ -19,14 +19,15 @@ import torch
 
 from attention.backends.building import Build
 from attention.backends.flashinfer.mla import (
+    PAGE_SIZES,
     FixedMlaBuilder,
     MlaBuilder,
     MlaKernel,
     MlaPlan,
     building_latent,
+    check_mla_supported,
     run_mla,
 )
-from attention.backends.flashinfer.requirements import LEAST_BYTES, check_supported, split_bytes
 from attention.backends.flashinfer.short_queries import PackedKernel, PackedKernels, is_packed, split_batch, whole_batch
 from attention.backends.flashinfer.trtllm import (
     WORKSPACE_BYTES,
@@ -40,6 +41,7 @@ from attention.backends.flashinfer.trtllm import (
     serves_key,
 )
 from attention.backends.flashinfer.wrapper import (
+    LEAST_BYTES,
     Kernel,
     Part,
     PlanShape,
@@ -47,10 +49,11 @@ from attention.backends.flashinfer.wrapper import (
     building,
     dtype_name,
     kernel_name,
+    split_bytes,
     splits_kv,
 )
 from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
-from attention.backends.limits import HALF, HEAD_DIMS, has_flashinfer_heads
+from attention.backends.limits import HALF, HEAD_DIMS, check_causal, check_heads, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
@@ -173,6 +176,31 @@ def routes(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: t
     plain = key.window is None and key.softcap is None and not key.has_sinks
     wins = measured and plain and torch.cuda.get_device_capability(device) == _HOPPER
     return ("fa2", "fa3") if wins else ("fa2",)
+
+
+def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
+    """Refuse layers that this backend does not support, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks
+            with softcap as well.
+    """
+    check_causal(key, group.name, "flashinfer")
+    if key.value_in_key:
+        check_mla_supported(group, key, dtype)
+        return
+    where = f"group {group.name}: FlashInfer"
+    elsewhere = "; use backend='torch'"
+    if dtype not in HALF:
+        names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
+        raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
+    check_heads(key, where, elsewhere)
+    if not has_flashinfer_heads(key):
+        return  # specdec's kernel, which has no further limits
+    if group.page_size not in PAGE_SIZES:
+        raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
+    if key.has_sinks and key.softcap is not None:
+        raise UnsupportedAttentionError(f"{where} has no attention sinks together with a softcap{elsewhere}")
 
 
 class FixedBuilder:

@@ -133,14 +133,6 @@ class MlaKernel:
         # argument.
         self._tail = (_CAUSAL, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
 
-    def tiles(self, query_start_loc: np.ndarray) -> Tiles:
-        """The tiles of rows with these queries."""
-        return Tiles.of(query_start_loc, self.num_heads, self.sms)
-
-    def layout(self, tiles: Tiles, items: int) -> PlanLayout:
-        """The layout of a plan with room for `items` work items."""
-        return PlanLayout.of(tiles, items, self.sms)
-
     def run(self, plan: MlaPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
         latent, rope = layer_kv.latent_and_rope
@@ -167,10 +159,10 @@ class MlaBuilder:
     def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
         """Plan one batch from its host arrays. Never waits for the device."""
         kernel, host = self._kernel, metadata.host
-        tiles = kernel.tiles(host.query_start_loc)
+        tiles = Tiles.of(host.query_start_loc, kernel.num_heads, kernel.sms)
         keys = tiles.keys(host.seq_lens)
         split = SplitKV.of(tiles, keys)
-        layout = kernel.layout(tiles, len(split.tile))
+        layout = PlanLayout.of(tiles, len(split.tile), kernel.sms)
         work = self._next_list(layout.nbytes)
         write_all(layout.arrays(work.host), tiles, split, keys, host)
         work.send(layout.nbytes)
@@ -192,8 +184,8 @@ class FixedMlaBuilder:
         """geometry: everything that a plan depends on, except the lengths."""
         self.geometry = geometry
         self._kernel = kernel
-        self._tiles = kernel.tiles(np.arange(rows + 1) * query_len)
-        self._layout = kernel.layout(self._tiles, self._tiles.most_items)
+        self._tiles = Tiles.of(np.arange(rows + 1) * query_len, kernel.num_heads, kernel.sms)
+        self._layout = PlanLayout.of(self._tiles, self._tiles.most_items, kernel.sms)
         self._work = WorkList(self._layout.nbytes, kernel.device)
         self._arrays = self._layout.arrays(self._work.host)
         self._split: SplitKV | None = None
@@ -237,11 +229,11 @@ def run_mla(
 
     Padding, and `out`: see `AttentionBackend.run`.
     """
-    from attention.kernels.cache_write import write_latent
+    from attention.kernels.cache_write import write_kv
 
     if CHECKS.on:
         require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
-    write_latent(layer_kv, key_states, metadata.slot_mapping)
+    write_kv(layer_kv, key_states, key_states, metadata.slot_mapping)
     if out is None:
         out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
     plan.kernel.run(plan, query, layer_kv, out)

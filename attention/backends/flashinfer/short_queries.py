@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.backends.flashinfer.shared_pages import LEAST_ROWS, BatchShared, SharedRows, Sharing
 from attention.backends.flashinfer.wrapper import Part
-from attention.backends.two_levels import cascade_limit
 from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
+    from attention.cascade.page_sharing import BatchShared, SharedRows, Sharing
     from attention.kernels.packed_kernel import Scratch
-from attention.batch.metadata import CommonAttentionMetadata
 
 MOST_QUERIES = 32
 """Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
@@ -65,7 +64,7 @@ class PackedKernel:
 
     def share(self, batch: HostBatch) -> None:
         """Find the pages that rows of the planned batch, `batch`, share; for a kernel of a fixed shape."""
-        if isinstance(self.sharing, SharedRows):
+        if self.sharing is not None:
             self.sharing.update(batch)
 
     def keeps(self, host: object) -> bool:
@@ -74,7 +73,6 @@ class PackedKernel:
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """See `Kernel.run`; without sinks."""
-        from attention.kernels.cascade_kernel import launch_prefix
         from attention.kernels.packed_kernel import launch_packed
 
         assert self._part is not None and sinks is None
@@ -83,6 +81,8 @@ class PackedKernel:
         query_len = (part.stop - part.start) // len(part.device_last_page_len)
         shared = None if self.sharing is None else self.sharing.shared
         if shared is not None and self.sharing is not None and self.sharing.launches:
+            from attention.cascade.kernel import launch_prefix
+
             launch_prefix(query, layer_kv, self._key, *places[:2], shared, query_len)
         launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len, shared)
 
@@ -94,7 +94,11 @@ class PackedKernels:
         """cascades: look for them, and attend them once where that pays."""
         self._device = device
         self._scratch: Scratch | None = None
-        self.sharing = Sharing(device) if cascades else None
+        self.sharing: Sharing | None = None
+        if cascades:
+            from attention.cascade.page_sharing import Sharing
+
+            self.sharing = Sharing(device)
 
     def kernel(
         self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, batch: HostBatch | None = None
@@ -102,7 +106,7 @@ class PackedKernels:
         """The kernel for all batches of this shape, or for the first rows (`query_len` tokens each) of one `batch`."""
         if self._scratch is None:
             self._scratch = packed_scratch(self._device)
-        if self.sharing is None or cascade_limit(key, eight_bits=False):
+        if self.sharing is None or self.sharing.limit(key, eight_bits=False):
             return PackedKernel(key, self._scratch)
         shape = (key, dtype, (rows, query_len), self._scratch)
         found = self.sharing.fixed(*shape) if batch is None else self.sharing.of_batch(*shape, batch)
@@ -116,12 +120,8 @@ class PackedKernels:
         """Where shared pages are attended once, or why never; "" if not looked for. served: whether heads allow it."""
         if self.sharing is None:
             return ""
-        limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
-        if not limit and not (served and is_packed(group, key, dtype, 1)):
-            limit = f"rows with head dim {key.head_dim_k} are not packed here"
-        if limit:
-            return f"; no cascade: {limit}"
-        return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
+        eight_bits = group.format.dtype_for(dtype) != dtype
+        return self.sharing.in_words(key, eight_bits, served and is_packed(group, key, dtype, 1))
 
 
 _SHORT_QUERY = 16

@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
-from attention.batch.transforms.arguments import refuse_extras, whole_number
+from attention.checking import whole_number
 from attention.errors import InvalidInputError
 
 
@@ -60,7 +60,7 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
     Raises:
         InvalidInputError: a row occurs twice or does not exist, or the rows have extras.
     """
-    refuse_extras(batch, "reordered")
+    batch.refuse_extras("reordered")
     order = _row_order(batch, swaps)
     if not len(swaps):
         return batch

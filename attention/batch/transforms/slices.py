@@ -31,7 +31,7 @@ from itertools import pairwise
 import numpy as np
 
 from attention.batch.host import HostBatch
-from attention.batch.transforms.arguments import refuse_extras, whole_numbers
+from attention.checking import whole_numbers
 from attention.errors import InvalidInputError
 
 
@@ -82,7 +82,7 @@ def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> Host
     Raises:
         InvalidInputError: the rows have extras: a cut inside a row would store recurrent states in its midst.
     """
-    refuse_extras(batch, "sliced")
+    batch.refuse_extras("sliced")
     rows, tokens = slice(first, stop), slice(start, end)
     starts = batch.query_start_loc[first : stop + 1]
     kept = np.clip(starts, start, end)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention.backends import flex, invariant
-from attention.backends.flashinfer import requirements
+from attention.backends.flashinfer import backend as flashinfer
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import UnsupportedAttentionError
@@ -20,7 +20,7 @@ CHECKS = {
     "torch": lambda group, key: TorchBackend(CPU).builder(group, key, torch.float16),
     "flex": lambda group, key: flex.check_supported(group, key, torch.float16, CPU),
     "batch_invariant": lambda group, key: invariant.check_supported(group, key, torch.float16),
-    "flashinfer": lambda group, key: requirements.check_supported(group, key, torch.float16),
+    "flashinfer": lambda group, key: flashinfer.check_supported(group, key, torch.float16),
 }
 
 

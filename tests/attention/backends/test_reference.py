@@ -162,7 +162,7 @@ def test_the_comparison_sees_a_wrong_parameter(wrong: dict[str, float]) -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     key = replace(PLAIN, num_q_heads=5)
-    with pytest.raises(UnsupportedAttentionError, match="5 query heads are not a multiple of 2"):
+    with pytest.raises(UnsupportedAttentionError, match="5 query heads to be a multiple of the 2 KV heads"):
         GroupRunner(TorchBackend(CPU), CacheGroup("odd", (key,), 4, 4), torch.float32, CPU)
 
 

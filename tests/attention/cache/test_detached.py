@@ -10,8 +10,7 @@ from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.cache.pages import BlockTables
-from attention.cache.shared import SharedPages
+from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError, OutOfPagesError
 from attention.spec import Reach
@@ -23,7 +22,7 @@ REACHES = {"windowed": Reach(9), "chunked": Reach(8, 8)}
 def tables(kind: str) -> Any:
     if kind in REACHES:
         return WindowedTables(PAGES, ROWS, LONGEST, SIZE, REACHES[kind])
-    allocator = SharedPages(PAGES, lambda page: None) if kind == "shared" else None
+    allocator = PageAllocator(PAGES, lambda page: None) if kind == "shared" else None
     return BlockTables(PAGES, ROWS, LONGEST, SIZE, allocator)
 
 
@@ -71,7 +70,7 @@ def test_any_sequence_keeps_every_page_owned_once(kind: str, data: st.DataObject
 
 
 def test_a_page_that_a_row_shares_stays_shared() -> None:
-    allocator = SharedPages(PAGES, lambda page: None)
+    allocator = PageAllocator(PAGES, lambda page: None)
     pool = BlockTables(PAGES, ROWS, LONGEST, SIZE, allocator)
     pool.resize([0], [8])
     pages = pool.pages_of(0)
@@ -79,7 +78,7 @@ def test_a_page_that_a_row_shares_stays_shared() -> None:
     pool.begin(1, pages)
     left = pool.detach(0)
     pool.validate()
-    again = BlockTables(PAGES, ROWS, LONGEST, SIZE, SharedPages(PAGES, lambda page: None))
+    again = BlockTables(PAGES, ROWS, LONGEST, SIZE, PageAllocator(PAGES, lambda page: None))
     again.keep_detached(left)
     again.keep_detached(left)
     again.release_detached(left)

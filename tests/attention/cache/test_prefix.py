@@ -13,9 +13,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import attention.cache.prefix
-from attention.cache.pages import BlockTables
+from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import NOTHING, Found, PrefixCache
-from attention.cache.shared import SharedPages
 from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError, OutOfPagesError
 from attention.spec import Reach
@@ -225,7 +224,7 @@ def test_the_checkers_find_planted_defects() -> None:
     cache.pages.withdraw(tables.pages_of(0)[0])
     with pytest.raises(InvariantError, match="registered pages are not those of the tree"):
         cache.validate()
-    shared = SharedPages(4, lambda page: None)
+    shared = PageAllocator(4, lambda page: None)
     shared.allocate(1)
     with pytest.raises(InvariantError, match="1 pages are lost"):
         BlockTables(4, 1, 4, 2, shared).validate()

@@ -30,7 +30,7 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
-from attention.kernels.cache_write import write_kv, write_latent
+from attention.kernels.cache_write import write_kv
 from attention.kernels.packed_kernel import Scratch, Tiling, launch_packed
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -154,10 +154,7 @@ def written(slots: torch.dtype, latent: bool) -> bool:
     expected[own] = keys
     given = (own + first * PAGE).to(slots)
     with existing(layer.keys, layer.values):
-        if latent:
-            write_latent(layer, keys, given)
-        else:
-            write_kv(layer, keys, values, given)
+        write_kv(layer, keys, keys if latent else values, given)
     return torch.equal(layer.keys.flatten(0, 1), expected)
 
 

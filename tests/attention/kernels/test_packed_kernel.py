@@ -1,4 +1,4 @@
-"""Attention of short queries, and of pages that rows share, in Triton's interpreter: narrow heads, few rows.
+"""Attention of short queries in Triton's interpreter: narrow heads, few rows.
 
 tests/test_triton_kernels.py has more of them, with the tiles that a GPU takes.
 """
@@ -6,6 +6,7 @@ tests/test_triton_kernels.py has more of them, with the tiles that a GPU takes.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.batch.host import rows_batch, slots_of
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
-from attention.kernels.cascade_kernel import PrefixTile, PrefixTiling, SharedKeys, launch_prefix, sum_shapes
-from attention.kernels.packed_kernel import Scratch, Tiling, launch_packed
+from attention.kernels.packed_kernel import Scratch, SharedKeys, Tiling, launch_packed
 from attention.spec import AttentionSpec
 from tests.attention.oracle import expected_row
 
 CPU = torch.device("cpu")
 KEY, PAGE, QUERY_LEN = AttentionSpec(4, 2, 16, 16, 0.25), 8, 3
+BeforeRows = Callable[[torch.Tensor, LayerKV, torch.Tensor, torch.Tensor], SharedKeys | None]
 
 
 def layer_of(pages: int, layout: KVLayout) -> LayerKV:
@@ -33,22 +34,14 @@ def layer_of(pages: int, layout: KVLayout) -> LayerKV:
     return layer
 
 
-def check(
-    lengths: list[int], table: np.ndarray, layer: LayerKV, shared_pages: list[int] | None, tiling: PrefixTiling | None
-) -> None:
-    """Rows of QUERY_LEN queries over these pages, after the shared ones were attended; against the oracle."""
+def check(lengths: list[int], table: np.ndarray, layer: LayerKV, before: BeforeRows = lambda *_: None) -> None:
+    """Rows of QUERY_LEN queries over these pages, after `before` has attended some of them; against the oracle."""
     rows, seq_lens = len(lengths), np.array(lengths)
     batch = rows_batch(np.arange(rows + 1) * QUERY_LEN, seq_lens - QUERY_LEN, table, PAGE)
     arrays = [torch.from_numpy(x) for x in (batch.page_indptr, batch.page_indices, batch.last_page_len)]
     scratch = Scratch.on(CPU, QUERY_LEN * 2, 16)
     query = torch.randn(rows * QUERY_LEN, 4, 16, dtype=torch.float16)
-    out, shared = torch.zeros_like(query), None
-    if tiling is not None:
-        sums, stats = (torch.full(shape, torch.nan) for shape in sum_shapes(KEY, len(query), tiling))
-        shared = SharedKeys(torch.tensor(shared_pages, dtype=torch.int32), sums, stats, tiling)
-        launch_prefix(query, layer, KEY, *arrays[:2], shared, QUERY_LEN)
-        alone = (shared.pages == 0).repeat_interleave(QUERY_LEN)
-        assert shared.sums[:, alone].isnan().all() and not shared.sums[0, ~alone].isnan().any()
+    out, shared = torch.zeros_like(query), before(query, layer, *arrays[:2])
     for x in (scratch.sums, scratch.stats):
         x.fill_(torch.nan)
     launch_packed(query, layer, KEY, *arrays, out, scratch, QUERY_LEN, shared)
@@ -80,7 +73,7 @@ def test_keys_of_a_row_in_one_part_and_in_several(layout: KVLayout, monkeypatch:
     monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: Tiling(16, 2, 1, 6, 16))
     lengths = [3, 16, 90, 33]
     table = table_of(lengths)
-    check(lengths, table, layer_of(int(table.max()) + 1, layout), None, None)
+    check(lengths, table, layer_of(int(table.max()) + 1, layout))
 
 
 def test_rows_in_one_part_take_no_place_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,19 +83,4 @@ def test_rows_in_one_part_take_no_place_for_parts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("attention.kernels.packed_kernel._MOST_HEADS", 0)
     lengths = [3] * 6 + [200]
     table = table_of(lengths)
-    check(lengths, table, layer_of(int(table.max()) + 1, "NHD"), None, None)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_shared_pages_are_attended_once(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rows that share them, not the first; a prefix that ends inside a tile, in a part or several, of which the
-    last may have nothing; then their own keys."""
-    torch.manual_seed(0)
-    monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: Tiling(16, 2, 1, 6, 16))
-    tile = PrefixTile(0, 0, 16, 16, 2, 1, 1, 1.0)
-    for pages in (5, 4):
-        lengths = [20, 8 * pages + 3, 8 * pages + 90]
-        table = table_of(lengths)
-        table[2, :pages] = table[1, :pages]
-        layer = layer_of(int(table.max()) + 1, "NHD")
-        check(lengths, table, layer, [0, pages, pages], PrefixTiling(tile, parts, 16))
+    check(lengths, table, layer_of(int(table.max()) + 1, "NHD"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attention.recurrence.state_cache import DeltaRing, ScanRing
+from attention.recurrence.states import DeltaRing, ScanRing
 from tests.attention.recurrence.token_by_token import StateRows, copied
 
 ROUND = [

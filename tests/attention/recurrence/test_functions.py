@@ -13,9 +13,18 @@ import torch.nn.functional as F
 
 from attention.recurrence import functions as reference
 from attention.recurrence.index import FoldRule, StateIndex
-from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
-from attention.recurrence.state_cache import ConvState, StateGroup, allocate_states, tensors_of
 from attention.recurrence.state_rows import StateRows
+from attention.recurrence.states import (
+    ConvSpec,
+    ConvState,
+    DeltaSpec,
+    RecurrenceSpec,
+    ScanSpec,
+    SsdSpec,
+    StateGroup,
+    allocate_states,
+    tensors_of,
+)
 
 CPU = torch.device("cpu")
 K = 3

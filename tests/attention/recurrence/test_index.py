@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attention.recurrence.index
-import attention.recurrence.layer_spec
+import attention.recurrence.states
 from attention.errors import InvariantError
-from attention.recurrence.index import FoldRule, StateIndex, conv_ring_size, folded_after, replay_of, ring_place
+from attention.recurrence.index import FoldRule, StateIndex, conv_ring_size, folded_after, replay_of
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    for module in (attention.recurrence.index, attention.recurrence.layer_spec):
+    for module in (attention.recurrence.index, attention.recurrence.states):
         outcome = doctest.testmod(module)
         assert outcome.failed == 0 and outcome.attempted > 1
 
@@ -59,14 +59,14 @@ def test_a_state_and_its_rings_hold_what_a_launch_needs(
         lens = np.array([committed + drafts])
         StateIndex.of(*(np.array([x]) for x in (1, start, replay, num_new))).validate(lens, rule)
         before = np.arange(start - replay, start)
-        kept = [ring.get(int(place)) for place in ring_place(before, size)]
+        kept = [ring.get(int(place)) for place in before % size]
         assert kept == [("true", p) for p in before]  # every accepted draft, and none that was rejected
         if num_new:
             state += before.tolist() + list(range(start, start + num_new))
             assert state == list(range(start + num_new))  # each token once, in order
         padded = most if decodes else drafts
         own = range(start + num_new, start + committed + padded)
-        assert not set(ring_place(before, size).tolist()) & {p % size for p in own} and len(own) <= size
+        assert not set((before % size).tolist()) & {p % size for p in own} and len(own) <= size
         for p in own:
             ring[p % size] = ("true" if p < start + committed + accepted else f"rejected in {number}", p)
         taps = range(max(start - k + 1, 0), start)

@@ -16,9 +16,9 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.recurrence import conv_kernel as conv, delta_chunks_kernel as delta_chunks, delta_kernel as delta_short
-from attention.recurrence import delta_solve_kernel as delta_solve, delta_tokens_kernel as delta_tokens
-from attention.recurrence import scan_kernel as scan, ssd_kernel as ssd_chunks
+from attention.recurrence import conv_kernel as conv, chunks_kernel, delta_kernel as delta_short
+from attention.recurrence import tokens_kernel as tokens
+from attention.recurrence import scan_kernel as scan
 
 INT = dict.fromkeys(("query_start_loc_ptr", "slots_ptr", "start_ptr", "replay_ptr", "num_new_ptr"), "*i32")
 FLOAT = dict.fromkeys(("g_ptr", "state_ptr", "ring_g_ptr", "ring_beta_ptr", "dt_ptr", "ring_dt_ptr", "A_ptr", "w_ptr",
@@ -40,32 +40,33 @@ def compiled(kernel, constants, warps=8, stages=1):
             "largest": max([eval(size.replace("x", "*")) for size in moved], default=0)}
 
 common = {"RING_SIZE": 7, "DEPENDENT": True}
-delta = common | {"HEADS": 32, "KEY_HEADS": 16, "RING_HEADS": 16, "DIM_K": 128, "DIM_V": 128, "WIDTH_K": 128}
-delta["NORMALIZE"] = True
-ssd = common | {"HEADS": 128, "GROUPS": 8, "DIM_P": 64, "STATES": 128, "WIDTH": 128, "HAS_D": True}
+delta = common | {"HEADS": 32, "KEY_HEADS": 16, "DIM_K": 128, "DIM_V": 128, "WIDTH_K": 128}
+delta |= {"NORMALIZE": True, "DELTA": True, "HAS_SKIP": False}
+ssd = common | {"HEADS": 128, "KEY_HEADS": 8, "DIM_V": 64, "DIM_K": 128, "WIDTH_K": 128, "HAS_SKIP": True}
+ssd |= {"NORMALIZE": False, "DELTA": False, "VECTOR_GATE": False}
 chunk = {"CHUNK": 64, "PRECISION": "tf32"}
 told = {what: {} for what in ("tokens", "scans", "delta chunks", "delta short")}
 found = told["tokens"]
 for units in (32, 1024):
-    tiles = delta_tokens.state_tiling(units, 128, 128)
+    tiles = tokens.state_tiling(units, 128, 128)
     sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block}
     own = delta | sizes | {"VECTOR_GATE": units == 32}
-    found[f"delta {units}"] = compiled(delta_tokens._delta_kernel, own, tiles.warps)
-    tiles = scan.state_tiling(units, 64, 128)
-    own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block}
-    found[f"ssd {units}"] = compiled(scan._ssd_kernel, own, tiles.warps)
+    found[f"delta {units}"] = compiled(tokens._tokens_kernel, own, tiles.warps)
+    tiles = tokens.state_tiling(units, 64, 128)
+    own = ssd | {"PIECE": tiles.piece, "BLOCK_DV": tiles.block}
+    found[f"ssd {units}"] = compiled(tokens._tokens_kernel, own, tiles.warps)
 found = told["scans"]
 sizes = {"CHANNELS": 8192, "STATES": 16, "WIDTH": 16, "BLOCK": scan._BLOCK, "HAS_D": True}
 found["scan"] = compiled(scan._scan_kernel, common | sizes, scan._WARPS)
-for one, (tokens, channels) in ((True, conv._SHORT), (False, conv._LONG)):
+for one, (block, channels) in ((True, conv._SHORT), (False, conv._LONG)):
     sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
-    sizes |= {"ONE_BLOCK": one, "BLOCK_T": tokens, "BLOCK_C": channels}
+    sizes |= {"ONE_BLOCK": one, "BLOCK_T": block, "BLOCK_C": channels}
     found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
-found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64}, stages=2)
+found["ssd chunks"] = compiled(chunks_kernel._chunks_kernel, ssd | chunk | {"BLOCK_DV": 64}, stages=2)
 found = told["delta chunks"]
 own = delta | chunk | {"VECTOR_GATE": False}
-found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
-found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
+found["prepare"] = compiled(chunks_kernel._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
+found["pass"] = compiled(chunks_kernel._chunks_kernel, own | {"BLOCK_DV": 32}, stages=2)
 found = told["delta short"]
 own = delta | {"AS_GIVEN": True, "PRECISION": "tf32"}
 for replay, group in ((False, 1), (True, 2)):
@@ -73,7 +74,7 @@ for replay, group in ((False, 1), (True, 2)):
     sizes = own | {"REPLAY": replay, "GROUP": group, "BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece}
     sizes |= {"READ_STAGES": tiles.stages[0], "CHANGE_STAGES": tiles.stages[1]}
     found[f"short {replay}"] = compiled(delta_short._short_kernel, sizes, tiles.warps)
-    found[f"solve {group}"] = compiled(delta_solve._solve_kernel, sizes, 3 - group)
+    found[f"solve {group}"] = compiled(delta_short._solve_kernel, sizes, 3 - group)
 print(json.dumps(told))
 """
 HOPPER_SHARED = 227 << 10

@@ -73,8 +73,7 @@ def gated_delta(q, k, v, g, beta, scale, l2_normalize, state, ring, rows):  # ty
                 state[slot] = S.to(state.dtype)
             if done > num_new:
                 at = (slot, (start + done - 1) % size)
-                ring.k[at] = k[t][:: k.shape[1] // ring.k.shape[2]] if k.shape[1] > ring.k.shape[2] else k[t]
-                ring.v[at], ring.g[at], ring.beta[at] = v[t], g[t], beta[t]
+                ring.k[at], ring.v[at], ring.g[at], ring.beta[at] = k[t], v[t], g[t], beta[t]
     return out
 
 

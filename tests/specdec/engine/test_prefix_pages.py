@@ -17,8 +17,8 @@ import pytest
 import torch
 from fakes import LetterTokenizer, count_calls
 
+from attention.cache.pages import PageAllocator
 from attention.cache.prefix import PrefixCache
-from attention.cache.shared import SharedPages
 from attention.errors import InvariantError
 from attention.spec import Reach
 from drafters.loops.base import DraftingRows, DraftInput
@@ -347,7 +347,7 @@ def windowed_traffic(pools: tuple[WindowedPool, ...], modules: int, graphs: bool
 
 @pytest.mark.slow
 def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    withdrawn = count_calls(monkeypatch, SharedPages, "withdraw")
+    withdrawn = count_calls(monkeypatch, PageAllocator, "withdraw")
     Traffic(3).run(200)
     assert len(withdrawn) > 100
 
@@ -394,7 +394,7 @@ PLANTED: dict[str, tuple[Any, str, Any, int]] = {
     "pages are registered before the commit": (Prefixes, "final_pages", before_the_commit, 1),
     "the head's pages are registered with the target's": (Prefixes, "final_pages", head_too_early, 1),
     "of modules, too": (Prefixes, "final_pages", head_too_early, 3),
-    "pages that are held are evicted": (SharedPages, "hold", lambda self, pages: None, 1),
+    "pages that are held are evicted": (PageAllocator, "hold", lambda self, pages: None, 1),
 }
 
 

@@ -15,9 +15,9 @@ import torch
 from fakes import TableHead, backend_of_ours, free_everywhere, launch_ahead, random_prompts, table_head, wrap
 from torch._dynamo.backends.debugging import aot_eager
 
-import attention.batch.transforms.fixed_local as fixed_local
+import attention.batch.transforms.local_attention as fixed_local
 from attention.batch.host import HostBatch
-from attention.batch.transforms.fixed_local import fixed_local_attention
+from attention.batch.transforms.local_attention import fixed_local_attention
 from attention.runner import FixedPlanner
 from specdec.compiler.compiling import compiler_settings
 from specdec.execution.graphs import GraphExecutor

@@ -77,9 +77,11 @@ class Launched:
         return kernel(partial(self._function, grid[0]))
 
 
-def written(tokens: int, key: Any, value: Any, keys: Any, values: Any, slots: Any, *_: Any, **__: Any) -> None:
+def written(
+    tokens: int, key: Any, value: Any, keys: Any, values: Any, slots: Any, *_: Any, HAS_VALUES: bool, **__: Any
+) -> None:
     """What the write kernel of keys and values does, NHD."""
-    for pages, states in ((keys, key), (values, value)):
+    for pages, states in ((keys, key), (values, value)) if HAS_VALUES else ((keys, key),):
         pages.flatten(0, 1)[slots[:tokens]] = states[:tokens]
 
 
@@ -139,11 +141,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
     monkeypatch.setattr(attention.kernels.cache_write, "_write_kernel", Launched(written))
     monkeypatch.setattr(attention.kernels.packed_kernel, "_packed_kernel", Launched(packed))
-    for module, name in (
-        (attention.kernels.cache_write, "_write_latent_kernel"),
-        (attention.kernels.invariant_kernel, "_invariant_attention_kernel"),
-    ):
-        monkeypatch.setattr(module, name, Launched(lambda *_, **__: None))
+    nothing = Launched(lambda *_, **__: None)
+    monkeypatch.setattr(attention.kernels.invariant_kernel, "_invariant_attention_kernel", nothing)
     built = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("attention.backends.flashinfer.wrapper.building", lambda *_: built)
     monkeypatch.setattr("attention.backends.flashinfer.mla.building_latent", lambda *_: built)

@@ -11,12 +11,12 @@ from fakes import backend_of_ours, count_calls, eagle3_head, random_prompts, tin
 
 from attention.backends.flashinfer.backend import FlashInferBackend
 from attention.backends.reference import TorchBackend
-from attention.backends.two_levels import PrefixLevel
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.spec import AttentionSpec
 from specdec import InvalidInputError
 from specdec.loading.assembly import choose_cascade
 from specdec.requests.sampling import SamplingParams
+from tests.attention.cascade.two_levels import CascadingBackend, PrefixLevel
 
 CPU = torch.device("cpu")
 PLAIN = AttentionSpec(32, 8, 128, 128, 1.0)
@@ -86,6 +86,7 @@ def test_the_state_is_told() -> None:
 def test_the_route_names_the_limits(
     options: dict[str, Any], format: KVFormat, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     key = replace(PLAIN, **options)
     group, backend = CacheGroup("g", (key,), 4, 16, "NHD", format), FlashInferBackend(CPU)
@@ -102,7 +103,7 @@ def test_requests_that_share_pages_say_what_they_say_alone(monkeypatch: pytest.M
     params = SamplingParams(max_new_tokens=12, return_drafts=True)
     levels, said = count_calls(monkeypatch, PrefixLevel, "__init__"), []
     for cascades in (False, True):
-        with backend_of_ours(TorchBackend(CPU, cascades)):
+        with backend_of_ours(CascadingBackend(CPU) if cascades else TorchBackend(CPU)):
             wrapped = wrap(model, eagle3_head(model, draft_vocab_size=32), num_speculative_tokens=3)
         wrapped.generate(prefix, SamplingParams(max_new_tokens=1))
         before = len(levels)

@@ -11,9 +11,8 @@ from fakes import CPU, wrap
 
 from attention.recurrence import functions as reference
 from attention.recurrence.functions import REFERENCE, Recurrences, recurrences_of
-from attention.recurrence.layer_spec import ConvSpec, DeltaSpec, ScanSpec, SsdSpec
 from attention.recurrence.runner import StateRunner
-from attention.recurrence.state_cache import StateGroup
+from attention.recurrence.states import ConvSpec, DeltaSpec, ScanSpec, SsdSpec, StateGroup
 from specdec.errors import UnsupportedModelError
 from specdec.selftest.recurrences import recurrence_self_test
 from specdec.selftest.selftest import check_target, self_test

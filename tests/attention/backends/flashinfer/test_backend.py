@@ -10,10 +10,10 @@ import torch
 
 from attention.backends.flashinfer.backend import (
     FlashInferBackend,
+    check_supported,
     routes,
     start_building,
 )
-from attention.backends.flashinfer.requirements import check_supported
 from attention.backends.flashinfer.short_queries import split_batch
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.backends.invariant import InvariantBuilder

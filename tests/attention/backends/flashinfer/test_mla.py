@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.backends.flashinfer.requirements import check_supported
+from attention.backends.flashinfer.backend import check_supported
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec

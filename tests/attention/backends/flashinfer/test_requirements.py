@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from attention.backends.flashinfer.requirements import LEAST_BYTES, split_bytes
+from attention.backends.flashinfer.wrapper import LEAST_BYTES, split_bytes
 from attention.spec import AttentionSpec
 
 SMS = 132

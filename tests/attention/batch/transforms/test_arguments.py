@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.transforms.cascade import SharedPrefix, cascade, shared_prefix
 from attention.batch.transforms.decode_first import decode_first_swaps, swapped, token_order
-from attention.batch.transforms.fixed_local import fixed_local_attention
-from attention.batch.transforms.local_attention import local_attention
+from attention.batch.transforms.local_attention import fixed_local_attention, local_attention
 from attention.batch.transforms.slices import request_slices, token_slices
 from attention.batch.transforms.windowed import windowed_batch
-from attention.errors import InvalidInputError, InvariantError
+from attention.errors import InvalidInputError
 from attention.recurrence.index import StateIndex
 from attention.spec import Reach
 
@@ -25,8 +23,6 @@ LENS = np.array([4, 10, 5])
 BATCH = rows_batch(np.array([0, 4, 14, 19]), np.array([2, 7, 4]), TABLE, 2)
 ONE = np.ones(3, np.int32)
 RECURRENT = replace(BATCH, extras=(StateIndex(ONE, 0 * ONE, 0 * ONE, LENS.astype(np.int32)),))
-SHARED = np.array([[7, 9, 3], [7, 9, 4], [7, 8, 5]], np.int32)
-TWO_LEVELS = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 8]), SHARED, 4)
 
 
 @pytest.mark.parametrize("chunk", [0, -4, 4.0, "4", None, True])
@@ -64,16 +60,6 @@ def test_rows_with_recurrent_states_are_not_reordered() -> None:
     """Their states would be another row's."""
     with pytest.raises(InvalidInputError, match="recurrent states cannot be reordered"):
         swapped(RECURRENT, np.array([[0, 2]]))
-
-
-def test_prefixes() -> None:
-    for computed, page_size in ((np.array([8, 9]), 4), (np.array([8, 9, 5]), 0)):
-        with pytest.raises(InvalidInputError, match="as many lengths as rows, and pages of at least one token"):
-            shared_prefix(SHARED, computed, page_size)
-    for rows in ([0, 1, 2], [1, 2]):
-        with pytest.raises(InvariantError, match="the rows begin on different pages"):
-            cascade(TWO_LEVELS, SharedPrefix(2, np.array(rows), 4))
-    cascade(TWO_LEVELS, SharedPrefix(2, np.array([0, 1]), 4)).suffix.validate()
 
 
 @pytest.mark.parametrize(("rows", "window"), [(2, 8), (4, 8), (3, 0), (3, -1)])

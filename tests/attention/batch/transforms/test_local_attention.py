@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import attention.batch.transforms.local_attention
 from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.transforms.local_attention import local_attention, virtual_rows
+from attention.batch.transforms.local_attention import local_attention
+from attention.batch.transforms.windowed import WindowedBatch
 from attention.errors import InvalidInputError
 
 TABLES = np.arange(30, dtype=np.int32).reshape(3, 10)
@@ -29,17 +30,15 @@ def example_batch() -> HostBatch:
 
 def test_the_examples_in_the_docstrings() -> None:
     outcome = doctest.testmod(attention.batch.transforms.local_attention)
-    assert (outcome.failed, outcome.attempted) == (0, 10)
+    assert (outcome.failed, outcome.attempted) == (0, 15)
 
 
 def test_the_worked_example() -> None:
     batch = example_batch()
-    virtual, rows = local_attention(batch, 4), virtual_rows(batch, 4)
+    virtual = local_attention(batch, 4)
     assert virtual.query_lens.tolist() == [2, 2, 1, 4, 4, 1, 4, 1]
     assert virtual.seq_lens.tolist() == [4, 2, 4, 4, 4, 1, 4, 1]
-    assert rows.key_start.tolist() == [0, 4, 4, 8, 12, 16, 4, 8]
-    assert rows.row.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
-    local_tables = [[0, 1], [2, 3], [12, 13], [14, 15], [16, 17], [18, 19], [22, 23], [24, 25]]
+    local_tables = [[0, 1], [2, 0], [12, 13], [14, 15], [16, 17], [18, 0], [22, 23], [24, 0]]
     assert virtual.block_table.tolist() == local_tables
     assert virtual.query_start_loc.tolist() == [0, 2, 4, 5, 9, 13, 14, 18, 19]
     virtual.validate()
@@ -91,15 +90,16 @@ def test_virtual_rows_say_what_a_loop_over_tokens_says(
         for position in range(first, first + count):
             found[row, position // chunk * chunk] = position
     batch = PagedLayer(computed, lens, page_size).batch
-    virtual, of = local_attention(batch, chunk), virtual_rows(batch, chunk)
-    assert list(zip(of.row.tolist(), of.key_start.tolist(), strict=True)) == list(found)
+    virtual = local_attention(batch, chunk)
+    first = [batch.block_table[row, start // page_size] for row, start in found]
+    assert virtual.page_indices[virtual.page_indptr[:-1]].tolist() == first
     assert virtual.seq_lens.tolist() == [last + 1 - start for (_, start), last in found.items()]
 
 
 def test_a_chunk_longer_than_every_row_changes_nothing() -> None:
     batch = example_batch()
     whole = local_attention(batch, 8192)
-    for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "block_table", "slot_mapping", "positions"):
+    for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "page_indices", "slot_mapping", "positions"):
         assert getattr(whole, name).tolist() == getattr(batch, name).tolist(), name
 
 
@@ -123,7 +123,7 @@ def test_a_live_batch_gives_rows_that_do_not_follow_its_buffers() -> None:
     batch = example_batch()
     arrays = {field.name: getattr(batch, field.name) for field in fields(HostBatch)}
     virtual = local_attention(LiveBatch(batch.page_indptr, **arrays), 4)
-    assert type(virtual) is HostBatch
+    assert type(virtual) is WindowedBatch
     before = virtual.seq_lens.tolist()
     batch.seq_lens[...] += 1
     assert virtual.seq_lens.tolist() == before

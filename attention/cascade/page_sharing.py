@@ -1,10 +1,10 @@
 """Decides on cascade attention: which rows of a batch share pages, and whether attending these once is faster.
 
-The constants of `CascadeCost` are fitted to 54 measured cases (`test_cascade_cost.py` holds them: 8, 32 and 128
-rows, prefixes of 512 to 8,192 keys, 64 and 256 own keys, 1, 4 and 6 tokens; Llama-3.1-8B's heads in bfloat16), by least
-squares of the logarithms. They give cascade attention's time within 20 % (6 % on average) and flat attention's within
-25 % (11 %; it takes longer with six tokens, which the rule leaves out). On another GPU all times are others, but only
-their ratio decides.
+The constants of `CascadeCost` are fitted to 54 measured cases (`tests/attention/cascade/test_cost.py` holds them: 8, 32
+and 128 rows, prefixes of 512 to 8,192 keys, 64 and 256 own keys, 1, 4 and 6 tokens; Llama-3.1-8B's heads in bfloat16),
+by least squares of the logarithms. They give cascade attention's time within 20 % (6 % on average) and flat attention's
+within 25 % (11 %; it takes longer with six tokens, which the rule leaves out). On another GPU all times are others, but
+only their ratio decides.
 
 The device array of a fixed shape is sent only when it changes: when rows come, go, or begin elsewhere.
 """
@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch
-from attention.batch.transforms.cascade import shared_prefixes
+from attention.cascade.kernel import prefix_tiling, sum_shapes
+from attention.cascade.shared_pages import shared_prefixes
+from attention.kernels.packed_kernel import PrefixTiling, Scratch, SharedKeys
 from attention.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from attention.kernels.cascade_kernel import PrefixTiling, SharedKeys
-    from attention.kernels.packed_kernel import Scratch
-
 
 LAUNCH_US, PREFIX_LAUNCH_US = 7.7, 2.0
 """Time of the packed kernel over few keys, from begin to end, and of the prefix kernel before it."""
@@ -40,22 +36,6 @@ an estimate below 1.05 had a speedup below 0.91, and every case with an estimate
 
 
 @dataclass(frozen=True)
-class PrefixWork:
-    """The work that the kernel over the shared pages does at once; see `attention.kernels.cascade_kernel.PrefixTiling`.
-
-    Attributes:
-        tile_queries: queries of a program's tile. parts, least_keys: how the shared keys are split.
-        programs: number that the device runs concurrently. key_ns: time in which a program loads and computes one key.
-    """
-
-    tile_queries: int
-    parts: int
-    least_keys: int
-    programs: int
-    key_ns: float
-
-
-@dataclass(frozen=True)
 class CascadeCost:
     """Times of one layer's attention, in µs, over rows that share their first keys.
 
@@ -66,7 +46,7 @@ class CascadeCost:
     Llama-3.1-8B in bfloat16 on an H200, 32 rows of 6 tokens with 2,048 shared and 256 private keys each: 73.6 (flat)
     and 47.3 µs were measured, a gain of 1.56; with 512 shared keys 28.3 and 34.2, so flat attention is used.
 
-    >>> cost = CascadeCost(32, 8, 128, 2, PrefixWork(128, 2, 512, 132, 22.6))
+    >>> cost = CascadeCost(32, 8, 128, 2, PrefixTiling(128, 64, 8, 5, 1, 22.6, parts=2, least_keys=512), 132)
     >>> [(round(cost.flat_us(32, keys, 256), 1), round(cost.cascade_us(32, 6, keys, 256), 1)) for keys in (2048, 512)]
     [(66.0, 47.1), (28.3, 32.4)]
     >>> cost.pays(32, 6, 2048, 256), cost.pays(32, 6, 512, 256)
@@ -74,14 +54,15 @@ class CascadeCost:
 
     Attributes:
         num_q_heads, num_kv_heads, head_dim: shape of a layer. item_bytes: size of a cached element.
-        work: tiling and speed of the prefix kernel.
+        tiling: of the prefix kernel, with its speed; multiprocessors: of the device.
     """
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     item_bytes: int
-    work: PrefixWork
+    tiling: PrefixTiling
+    multiprocessors: int
 
     def _key_megabytes(self, keys: int) -> float:
         return keys * 2 * self.num_kv_heads * self.head_dim * self.item_bytes / 1e6
@@ -93,12 +74,12 @@ class CascadeCost:
 
     def cascade_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
         """Time of attention in two levels; query_len: tokens of each row."""
-        work, tokens = self.work, rows * query_len
-        part_keys = max(-(-prefix_keys // work.parts), work.least_keys)
+        tiling, tokens = self.tiling, rows * query_len
+        part_keys = max(-(-prefix_keys // tiling.parts), tiling.least_keys)
         parts = -(-prefix_keys // part_keys)
-        tiles = -(-tokens * (self.num_q_heads // self.num_kv_heads) // work.tile_queries)
-        turns = -(-tiles * self.num_kv_heads * parts // work.programs)
-        prefix = PREFIX_LAUNCH_US + turns * part_keys * work.key_ns / 1e3
+        tiles = -(-tokens * (self.num_q_heads // self.num_kv_heads) // tiling.queries)
+        turns = -(-tiles * self.num_kv_heads * parts // (tiling.each * self.multiprocessors))
+        prefix = PREFIX_LAUNCH_US + turns * part_keys * tiling.key_ns / 1e3
         sums = 2 * parts * tokens * self.num_q_heads * (self.head_dim + 2) * 4 / 1e6  # written and read
         own = self._key_megabytes(rows * own_keys)
         return LAUNCH_US + prefix + sums * SUM_US_PER_MB + own * OWN_US_PER_MB
@@ -123,7 +104,6 @@ class CascadeCost:
 LEAST_ROWS = 4
 """Fixed shapes with at least this many rows launch the kernel for shared pages, which costs 1 to 2 µs a layer of few
 keys even if no pages are shared; with three rows it saves at most two readings of a prefix."""
-_RING = 2
 LOOK_AGAIN = 32
 """Batches after which an answer that still holds is looked for again."""
 
@@ -163,6 +143,35 @@ class Sharing:
                 pages = pages.pin_memory().to(self._room.device, non_blocking=True)
         return BatchShared(self._keys(key, shape, tiling, pages), bool(found.any()))
 
+    @staticmethod
+    def limit(key: AttentionSpec, eight_bits: bool) -> str:
+        """Why layers are never attended in two levels, in words; "" where they can be. eight_bits: the cache.
+
+        >>> plain, windowed = AttentionSpec(8, 2, 64, 64, 1.0), AttentionSpec(8, 2, 64, 64, 1.0, window=9)
+        >>> Sharing.limit(plain, False), Sharing.limit(plain, True), Sharing.limit(windowed, False)
+        ('', 'an 8-bit cache', 'a sliding window')
+        """
+        limits = (
+            (eight_bits, "an 8-bit cache"),
+            (key.value_in_key, "MLA"),
+            (key.window is not None, "a sliding window"),
+            (key.chunk_size is not None, "attention in chunks"),
+            (key.has_sinks, "attention sinks"),
+            (key.softcap is not None, "a softcap"),
+            (key.alibi is not None, "ALiBi slopes"),
+            (key.head_dim_k != key.head_dim_v, "keys and values of different widths"),
+        )
+        return next((name for limited, name in limits if limited), "")
+
+    def in_words(self, key: AttentionSpec, eight_bits: bool, is_packed: bool) -> str:
+        """Where layers attend shared pages once, or why never, to follow the name of their kernel."""
+        limit = self.limit(key, eight_bits)
+        if not limit and not is_packed:
+            limit = f"rows with head dim {key.head_dim_k} are not packed here"
+        if limit:
+            return f"; no cascade: {limit}"
+        return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
+
     def _no_pages(self, rows: int) -> torch.Tensor:
         if rows > len(self._none):
             self._none = torch.zeros(rows, dtype=torch.int32, device=self._room.device)
@@ -172,8 +181,6 @@ class Sharing:
         self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: torch.Tensor
     ) -> SharedKeys:
         """pages: [rows] int32. Buffers handed out before keep their memory."""
-        from attention.kernels.cascade_kernel import SharedKeys, sum_shapes
-
         sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)
         sizes = math.prod(sums), math.prod(stats)
         if sum(sizes) > len(self._room):
@@ -184,8 +191,6 @@ class Sharing:
 
 def _tiling(key: AttentionSpec, shape: tuple[int, int], scratch: Scratch) -> PrefixTiling:
     """The tiling for the next power of two of rows, to keep kernels few; shape: (rows, query_len)."""
-    from attention.kernels.cascade_kernel import prefix_tiling
-
     rows = 1 << (shape[0] - 1).bit_length()
     queries = rows * shape[1] * key.num_q_heads // key.num_kv_heads
     return prefix_tiling(queries, key.num_kv_heads, scratch.multiprocessors, scratch.shared_bytes)
@@ -194,9 +199,7 @@ def _tiling(key: AttentionSpec, shape: tuple[int, int], scratch: Scratch) -> Pre
 def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling, scratch: Scratch) -> CascadeCost:
     """When the kernels with this tiling pay."""
     heads = key.num_q_heads, key.num_kv_heads
-    tile = tiling.tile
-    work = PrefixWork(tile.queries, tiling.parts, tiling.least_keys, tile.each * scratch.multiprocessors, tile.key_ns)
-    return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, work)
+    return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, tiling, scratch.multiprocessors)
 
 
 def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> np.ndarray:
@@ -223,6 +226,9 @@ class BatchShared:
     shared: SharedKeys
     launches: bool
 
+    def update(self, batch: HostBatch) -> None:
+        """Nothing: the pages are this batch's already."""
+
 
 class SharedRows:
     """The shared pages of batches of `rows` rows of `query_len` tokens, at an address that does not change."""
@@ -234,10 +240,7 @@ class SharedRows:
         self.shared = shared
         self._query_len = query_len
         self.cost = cost
-        on_cuda = shared.pages.is_cuda
         self._sent = np.zeros(len(shared.pages), np.int32).tobytes()
-        self._host = [torch.zeros(len(shared.pages), dtype=torch.int32, pin_memory=on_cuda) for _ in range(_RING)]
-        self._copied = [torch.cuda.Event() for _ in range(_RING)] if on_cuda else []
         self.num_copies = 0
         self._left, self._width, self._begins = 0, 1, b""
         self._least = np.zeros(len(shared.pages), np.int32)  # keys that each row must have computed
@@ -262,14 +265,9 @@ class SharedRows:
         self._begins = batch.block_table[:rows, : self._width].tobytes()
 
     def send(self, pages: np.ndarray) -> None:
-        """The next launches find these pages; [rows] int32, see `attention.kernels.cascade_kernel.SharedKeys`."""
+        """The next launches find these pages; [rows] int32, see `attention.kernels.packed_kernel.SharedKeys`."""
         self._sent, self._left = b"", 0  # after an interrupt from here on, pages are looked for and sent again
-        slot = self.num_copies % _RING
-        if self._copied and not self._copied[slot].query():
-            self._copied[slot].synchronize()
-        self._host[slot].numpy()[:] = pages
-        self.shared.pages.copy_(self._host[slot], non_blocking=True)
-        if self._copied:
-            self._copied[slot].record()
+        sent = torch.from_numpy(pages)
+        self.shared.pages.copy_(sent.pin_memory() if self.shared.pages.is_cuda else sent, non_blocking=True)
         self.num_copies += 1
         self._sent = pages.tobytes()

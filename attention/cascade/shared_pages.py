@@ -31,10 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.batch.host import HostBatch
+from attention.cache.pages import NULL_PAGE
 from attention.checking import require
 from attention.errors import InvalidInputError
-
-NULL_PAGE = 0
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import attention.kernels.cascade_kernel
-from attention.backends.flashinfer import shared_pages as sharing
-from attention.backends.flashinfer.shared_pages import LEAST_ROWS, CascadeCost, SharedRows, Sharing, worth_sharing
+import attention.cascade.kernel
 from attention.backends.flashinfer.short_queries import packed_scratch
 from attention.batch.host import HostBatch, rows_batch
+from attention.cascade import page_sharing as sharing
+from attention.cascade.page_sharing import LEAST_ROWS, CascadeCost, SharedRows, Sharing, worth_sharing
 from attention.spec import AttentionSpec
 
 ROWS, SIZE = 6, 4
@@ -101,7 +101,7 @@ def test_an_answer_that_holds_is_kept_and_looked_for_again(shared: SharedRows, m
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    outcome = doctest.testmod(attention.kernels.cascade_kernel)
+    outcome = doctest.testmod(attention.cascade.kernel)
     assert outcome.failed == 0 and outcome.attempted == 3
 
 
@@ -110,10 +110,9 @@ def test_the_rule_reckons_with_the_tiling_of_the_launch() -> None:
     key, large = AttentionSpec(32, 8, 128, 128, 1.0), replace(SCRATCH, multiprocessors=132, shared_bytes=232_448)
     for scratch, stages in ((large, 5), (replace(large, shared_bytes=101_376), 3)):
         found = Sharing(CPU).fixed(key, torch.bfloat16, (20, 6), scratch)
-        assert found is not None and found.shared.tiling.tile.stages == stages
-        tile, work = found.shared.tiling.tile, found.cost.work
-        assert (work.parts, work.least_keys) == (2, 512) == (found.shared.tiling.parts, found.shared.tiling.least_keys)
-        assert work.programs == tile.each * 132 and (work.tile_queries, work.key_ns) == (tile.queries, tile.key_ns)
+        assert found is not None and found.shared.tiling.stages == stages
+        assert (found.shared.tiling.parts, found.shared.tiling.least_keys) == (2, 512)
+        assert found.cost.tiling is found.shared.tiling and found.cost.multiprocessors == 132
 
 
 def test_few_rows_have_no_launch() -> None:
@@ -121,3 +120,19 @@ def test_few_rows_have_no_launch() -> None:
     assert found.fixed(KEY, torch.float16, (LEAST_ROWS - 1, 6), SCRATCH) is None
     batch = batch_of(own_table(), np.full(ROWS, 9))
     assert found.of_batch(KEY, torch.float16, (LEAST_ROWS - 1, 1), SCRATCH, batch) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"window": 8}, "a sliding window"),
+        ({"has_sinks": True}, "attention sinks"),
+        ({"value_in_key": True}, "MLA"),
+        ({"chunk_size": 8}, "attention in chunks"),
+        ({"softcap": 1.0}, "a softcap"),
+        ({"head_dim_v": 4}, "different widths"),
+    ],
+)
+def test_limits_are_named(change: dict[str, object], name: str) -> None:
+    assert name in Sharing.limit(replace(KEY, **change), False)  # type: ignore[arg-type]
+    assert "8-bit" in Sharing.limit(KEY, True) and not Sharing.limit(KEY, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,24 +12,23 @@ from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attention.backends.two_levels
-import attention.batch.transforms.cascade
+import attention.cascade.shared_pages
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.batch.transforms.cascade import SharedPrefix, cascade, shared_prefix, shared_prefixes
-from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
-from attention.errors import InvariantError, UnsupportedAttentionError
+from attention.cache.kv_cache import CacheGroup
+from attention.cascade.shared_pages import SharedPrefix, cascade, shared_prefix, shared_prefixes
+from attention.errors import InvalidInputError, InvariantError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
+from tests.attention.cascade.two_levels import CascadingBackend
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(4, 2, 8, 8, scale=8**-0.5)
 
 
-@pytest.mark.parametrize("module", [attention.batch.transforms.cascade, attention.backends.two_levels])
-def test_the_examples_in_the_docstrings(module: object) -> None:
-    outcome = doctest.testmod(module)  # type: ignore[arg-type]
+def test_the_examples_in_the_docstrings() -> None:
+    outcome = doctest.testmod(attention.cascade.shared_pages)
     assert outcome.failed == 0 and outcome.attempted >= 2
 
 
@@ -59,7 +57,8 @@ def batches(draw: st.DrawFn) -> HostBatch:
 
 def attended(batch: HostBatch, cascades: bool, dtype: torch.dtype, spec: AttentionSpec = SPEC) -> torch.Tensor:
     group = CacheGroup("g", (spec,), int(batch.block_table.max()) + 1, batch.page_size)
-    runner = GroupRunner(TorchBackend(CPU, cascades), group, dtype, CPU)
+    backend = CascadingBackend(CPU) if cascades else TorchBackend(CPU)
+    runner = GroupRunner(backend, group, dtype, CPU)
     generator = torch.Generator().manual_seed(0)
     for pages in (runner.layers[0].keys, runner.layers[0].values):
         pages.copy_(torch.randn(pages.shape, generator=generator, dtype=torch.float64))
@@ -181,24 +180,15 @@ def test_a_prefix_that_a_row_does_not_see_is_refused() -> None:
         cascade(batch, SharedPrefix(2, np.array([0, 2]), 4))
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"window": 8}, "a sliding window"),
-        ({"has_sinks": True}, "attention sinks"),
-        ({"value_in_key": True}, "MLA"),
-        ({"chunk_size": 8}, "attention in chunks"),
-        ({"softcap": 1.0}, "a softcap"),
-        ({"head_dim_v": 4}, "different widths"),
-    ],
-)
-def test_limits_are_named(change: dict[str, object], name: str) -> None:
-    key = replace(SPEC, **change)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedAttentionError, match=name):
-        TorchBackend(CPU, cascades=True).builder(CacheGroup("g", (key,), 4, 4), key, torch.float32)
+SHARED = np.array([[7, 9, 3], [7, 9, 4], [7, 8, 5]], np.int32)
 
 
-def test_there_is_none_over_an_8_bit_cache() -> None:
-    group = CacheGroup("g", (SPEC,), 4, 4, "NHD", KVFormat(FP8))
-    with pytest.raises(UnsupportedAttentionError, match="8-bit"):
-        TorchBackend(CPU, cascades=True).builder(group, SPEC, torch.bfloat16)
+def test_what_is_refused() -> None:
+    for computed, page_size in ((np.array([8, 9]), 4), (np.array([8, 9, 5]), 0)):
+        with pytest.raises(InvalidInputError, match="as many lengths as rows, and pages of at least one token"):
+            shared_prefix(SHARED, computed, page_size)
+    batch = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 8]), SHARED, 4)
+    for rows in ([0, 1, 2], [1, 2]):
+        with pytest.raises(InvariantError, match="the rows begin on different pages"):
+            cascade(batch, SharedPrefix(2, np.array(rows), 4))
+    cascade(batch, SharedPrefix(2, np.array([0, 1]), 4)).suffix.validate()

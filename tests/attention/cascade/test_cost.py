@@ -7,10 +7,11 @@ import doctest
 import numpy as np
 import pytest
 
-import attention.backends.flashinfer.shared_pages
-from attention.backends.flashinfer.shared_pages import CascadeCost, PrefixWork, worth_sharing
+import attention.cascade.page_sharing
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.transforms.cascade import shared_prefixes
+from attention.cascade.page_sharing import CascadeCost, worth_sharing
+from attention.cascade.shared_pages import shared_prefixes
+from attention.kernels.packed_kernel import PrefixTiling
 
 MEASURED = (
     # rows, shared keys, own keys, tokens of a row, flat µs, cascade µs, parts of the shared keys, queries of a tile
@@ -71,18 +72,18 @@ MEASURED = (
 )
 """`benchmarks/results/cascade-h200-2026-11-22.jsonl`: medians of one layer on an H200 with 132 multiprocessors, 32
 query heads over 8, head dim 128, bfloat16, pages of 16."""
-WORK = {64: (264, 25.3), 128: (132, 22.6)}
-"""By queries of a tile: programs at the same time, and ns a key."""
+WORK = {64: (2, 25.3), 128: (1, 22.6)}
+"""By queries of a tile: programs of a multiprocessor at the same time, and ns a key."""
 
 
 def cost_with(parts: int, queries: int = 64) -> CascadeCost:
     """Of the measured kernels."""
-    return CascadeCost(32, 8, 128, 2, PrefixWork(queries, parts, 512, *WORK[queries]))
+    return CascadeCost(32, 8, 128, 2, PrefixTiling(queries, 64, 4, 5, *WORK[queries], parts, 512), 132)
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    outcome = doctest.testmod(attention.backends.flashinfer.shared_pages)
-    assert outcome.failed == 0 and outcome.attempted == 3
+    outcome = doctest.testmod(attention.cascade.page_sharing)
+    assert outcome.failed == 0 and outcome.attempted == 5
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: "-".join(map(str, case[:4])))
@@ -133,7 +134,11 @@ def random_batch(rng: np.random.Generator, rows: int) -> HostBatch:
 def test_the_class_that_saves_most_time_is_taken() -> None:
     """Of all classes of rows with equal leading pages, though most are never looked at. On a device that runs few
     programs at once one row more may take another turn, so it is not always the class that leaves out the most keys."""
-    rng, cost, shares = np.random.default_rng(0), CascadeCost(32, 8, 128, 2, PrefixWork(16, 8, 512, 180, 28.6)), 0
+    rng, cost, shares = (
+        np.random.default_rng(0),
+        CascadeCost(32, 8, 128, 2, PrefixTiling(16, 64, 4, 3, 1, 28.6, 8, 512), 180),
+        0,
+    )
     for _ in range(60):
         batch = random_batch(rng, 64)
         pages = worth_sharing(batch, 64, 1, cost)
@@ -152,5 +157,5 @@ def test_a_longer_row_with_one_page_in_common_does_not_switch_two_levels_off() -
     table = np.arange(1, 33 * 200 + 1, dtype=np.int32).reshape(33, 200)
     table[:, 0], table[:32, :128] = table[0, 0], table[0, :128]
     batch = rows_batch(np.arange(34), np.array([16 * 130] * 32 + [16 * 190]), table, 16)
-    pages = worth_sharing(batch, 33, 1, CascadeCost(32, 8, 128, 2, PrefixWork(64, 2, 512, 264, 28.6)))
+    pages = worth_sharing(batch, 33, 1, CascadeCost(32, 8, 128, 2, PrefixTiling(64, 64, 4, 3, 2, 28.6, 2, 512), 132))
     assert pages.tolist() == [128] * 32 + [0]

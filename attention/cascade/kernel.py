@@ -13,7 +13,7 @@ Letters in the kernel: M query rows of the tile, N keys of a tile, D head dimens
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,54 +21,21 @@ import triton.language as tl
 
 from attention.cache.kv_cache import LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.packed_kernel import PrefixTiling, SharedKeys, prefix_share
 from attention.kernels.tiles import attend_tile, key_places
 from attention.spec import AttentionSpec
 
 _MOST_PARTS, _LEAST_KEYS = 8, 512
 """A part's sums are read one after the other where a row begins; 512 keys take a program about as long as that."""
 _FEWEST_ROWS = 16
-
-
-@dataclass(frozen=True)
-class PrefixTile:
-    """What a program works on, in the order of `_TILES`.
-
-    Attributes:
-        from_queries: least queries of a KV head for which it is used. shared_bytes: shared memory that it needs.
-        queries, keys: size of a tile; warps: per program.
-        stages: pipeline stages of the loop over tiles of keys. Up to 4 nothing is loaded while a tile is computed,
-            because the page numbers must be there first: the compiler loads the next tile after it. 5 load one tile
-            ahead, 7 two.
-        each: programs that a multiprocessor runs concurrently; key_ns: time in which each computes one key.
-    """
-
-    from_queries: int
-    shared_bytes: int
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    each: int
-    key_ns: float
-
-
-_TILES = (
-    PrefixTile(512, 132_096, 128, 64, 8, 5, 1, 22.6),
-    PrefixTile(0, 115_200, 64, 64, 4, 5, 2, 25.3),
-    PrefixTile(0, 0, 64, 64, 4, 3, 2, 28.6),
+_TILINGS = (
+    (512, 132_096, PrefixTiling(128, 64, 8, 5, 1, 22.6, _MOST_PARTS, _LEAST_KEYS)),
+    (0, 115_200, PrefixTiling(64, 64, 4, 5, 2, 25.3, _MOST_PARTS, _LEAST_KEYS)),
+    (0, 0, PrefixTiling(64, 64, 4, 3, 2, 28.6, _MOST_PARTS, _LEAST_KEYS)),
 )
-"""The first that fits is taken: more queries first, then more memory. Chosen of 27 tiles on an H200, 32 rows of 2,048
-shared keys, 1, 4 and 6 tokens; `key_ns` is fitted to 54 measured cases, of the last entry to 54 others (see
-`attention.backends.flashinfer.shared_pages`)."""
-
-
-@dataclass(frozen=True)
-class PrefixTiling:
-    """Number of parts that enough shared keys are split into, and the fewest keys of a part, in whole tiles."""
-
-    tile: PrefixTile
-    parts: int
-    least_keys: int
+"""From how many queries of a KV head, and with how many bytes of shared memory, each is used; the first that fits is
+taken. Chosen of 27 tiles on an H200, 32 rows of 2,048 shared keys, 1, 4 and 6 tokens; `key_ns` is fitted to 54 measured
+cases, of the last entry to 54 others (see `attention.cascade.page_sharing`)."""
 
 
 def prefix_tiling(queries: int, heads: int, multiprocessors: int, shared_bytes: int) -> PrefixTiling:
@@ -76,37 +43,14 @@ def prefix_tiling(queries: int, heads: int, multiprocessors: int, shared_bytes: 
 
     >>> [prefix_tiling(rows * q * 4, 8, 132, 232_448).parts for rows, q in ((32, 6), (32, 1), (128, 8))]
     [2, 8, 1]
-    >>> [prefix_tiling(queries, 8, 132, 232_448).tile.queries for queries in (128, 768)]
+    >>> [prefix_tiling(queries, 8, 132, 232_448).queries for queries in (128, 768)]
     [64, 128]
-    >>> prefix_tiling(128, 8, 132, 101_376).tile.stages
+    >>> prefix_tiling(128, 8, 132, 101_376).stages
     3
     """
-    tile = next(t for t in _TILES if queries >= t.from_queries and shared_bytes >= t.shared_bytes)
-    programs = -(-queries // tile.queries) * heads
-    return PrefixTiling(tile, max(1, min(_MOST_PARTS, tile.each * multiprocessors // programs)), _LEAST_KEYS)
-
-
-@dataclass(frozen=True)
-class SharedKeys:
-    """The pages that the rows of a batch share, on the device, and the buffers for the sums over them.
-
-    Attributes:
-        pages: [B] int32, the leading pages that a row shares with others: the same number n for all rows that share
-            any, 0 for the others; n is taken from the first of these. Every query of these rows sees all of them.
-        sums: [parts, T, Hq, D] float32, and stats: [parts, T, Hq, 2] float32, maximum and sum of weights; any content.
-        tiling: see `prefix_tiling`.
-    """
-
-    pages: torch.Tensor
-    sums: torch.Tensor
-    stats: torch.Tensor
-    tiling: PrefixTiling
-
-
-@triton.jit
-def prefix_share(keys, parts, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys of each part, in whole tiles."""
-    return tl.maximum(tl.cdiv(tl.cdiv(keys, parts), TILE_KEYS) * TILE_KEYS, LEAST_KEYS)
+    tiling = next(t for least, nbytes, t in _TILINGS if queries >= least and shared_bytes >= nbytes)
+    programs = -(-queries // tiling.queries) * heads
+    return replace(tiling, parts=max(1, min(_MOST_PARTS, tiling.each * multiprocessors // programs)))
 
 
 # Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
@@ -176,15 +120,14 @@ def launch_prefix(
 ) -> None:  # fmt: skip
     """Attend the shared pages; `packed_kernel.launch_packed` with the same arguments attends the others."""
     rows, tiling = len(shared.pages), shared.tiling
-    tile = tiling.tile
     tokens = rows * query_len
     queries = tokens * (key.num_q_heads // key.num_kv_heads)
     pages, (slot, head) = layer.keys, layer.slot_and_head
-    _prefix_kernel[(key.num_kv_heads, triton.cdiv(queries, tile.queries), tiling.parts)](
+    _prefix_kernel[(key.num_kv_heads, triton.cdiv(queries, tiling.queries), tiling.parts)](
         query, pages, layer.values, page_indices, page_indptr, shared.pages, shared.sums, shared.stats,
         key.scale * math.log2(math.e), query_len, query.stride(0), query.stride(1), pages.stride(0), pages.stride(slot),
         pages.stride(head), rows, tokens, QUERY_HEADS=key.num_q_heads, KV_HEADS=key.num_kv_heads, DIM=key.head_dim_k,
-        PAGE_SIZE=pages.shape[slot], TILE_QUERIES=tile.queries, TILE_KEYS=tile.keys, LEAST_KEYS=tiling.least_keys,
-        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), STAGES=tile.stages, num_warps=tile.warps,
+        PAGE_SIZE=pages.shape[slot], TILE_QUERIES=tiling.queries, TILE_KEYS=tiling.keys, LEAST_KEYS=tiling.least_keys,
+        ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), STAGES=tiling.stages, num_warps=tiling.warps,
         **dependent_launch(query.device),
     )  # fmt: skip
