@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.backends.base import AttentionBackend
 from attention.backends.building import Build
@@ -138,12 +139,12 @@ class GroupedRunner:
         self,
         planned: Any,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Layer `layer` of the model, see `GroupRunner.attend`; planned: a `PlannedBatch` of this runner."""
         group, place = self._places[layer]
         own = planned.others[group - 1] if group else planned

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attention.backends.base import (
     AttentionBackend,
@@ -47,7 +48,7 @@ class PlannedBatch:
     metadata: CommonAttentionMetadata
     plans: dict[AttentionSpec, Any] | None
     rows: Mapping[AttentionSpec, CommonAttentionMetadata] = field(default_factory=dict)
-    temperatures: dict[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
+    temperatures: dict[TemperatureTuning, Tensor] = field(default_factory=dict)
     others: tuple[PlannedBatch, ...] = ()
 
 
@@ -215,12 +216,12 @@ class GroupRunner:
         self,
         planned: Any,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv].
 
         planned: a `PlannedBatch` of this runner. Padding after the batch's T tokens, and `out`: see
@@ -244,7 +245,7 @@ class GroupRunner:
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out
 
-    def _tuned(self, planned: PlannedBatch, layer: int, tuning: TemperatureTuning, query: torch.Tensor) -> torch.Tensor:
+    def _tuned(self, planned: PlannedBatch, layer: int, tuning: TemperatureTuning, query: Tensor) -> Tensor:
         """Scaled queries [T', Hq, Dk] of a layer with temperature tuning."""
         if layer == self._first_tuned[tuning] or tuning not in planned.temperatures:
             factors = _factors(tuning, planned.metadata.positions)
@@ -261,7 +262,7 @@ def _in_chunks(metadata: CommonAttentionMetadata, chunk_size: int) -> CommonAtte
     return with_rows(metadata, local_attention(metadata.host, chunk_size))
 
 
-def _factors(tuning: TemperatureTuning, positions: torch.Tensor) -> torch.Tensor:
+def _factors(tuning: TemperatureTuning, positions: Tensor) -> Tensor:
     """[T, 1, 1] float32 factors of queries at positions [T] int64, by the operations of transformers in their order."""
     steps = torch.floor((positions.float() + 1.0) / tuning.floor)
     return (torch.log1p(steps) * tuning.scale + 1.0)[:, None, None]

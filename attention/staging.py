@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.checking import CHECKS
 from attention.errors import InvalidInputError, StaleMetadataError
@@ -149,11 +150,11 @@ def layout_of(fields: Sequence[Field], bucket: Bucket) -> ArenaLayout:
 class Staged:
     """Device views of one `send`. Valid until the ring comes around (two sends later)."""
 
-    views: Mapping[str, torch.Tensor]
+    views: Mapping[str, Tensor]
     generation: int
     arena: StagingArena
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
 
     def __contains__(self, name: str) -> bool:
@@ -249,9 +250,9 @@ class _Place:
     """
 
     host: Mapping[str, np.ndarray]
-    remote: Mapping[str, torch.Tensor]
-    host_bytes: torch.Tensor
-    remote_bytes: torch.Tensor | None
+    remote: Mapping[str, Tensor]
+    host_bytes: Tensor
+    remote_bytes: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -259,8 +260,8 @@ class _Buffers:
     """The memory of an arena: a ring of host buffers, and the device's, None on CPU. uint8, all of one size."""
 
     fields: tuple[Field, ...]
-    host: Sequence[torch.Tensor]
-    remote: torch.Tensor | None
+    host: Sequence[Tensor]
+    remote: Tensor | None
 
     def place(self, bucket: Bucket, slot: int) -> _Place:
         """Lay a bucket out in a buffer. Raises InvalidInputError when it is larger than the buffer."""
@@ -275,7 +276,7 @@ class _Buffers:
             remote_bytes=None if self.remote is None else self.remote[: layout.nbytes],
         )
 
-    def _view(self, field: Field, layout: ArenaLayout, slot: int) -> tuple[np.ndarray, torch.Tensor]:
+    def _view(self, field: Field, layout: ArenaLayout, slot: int) -> tuple[np.ndarray, Tensor]:
         dtype, shape, start = np.dtype(field.dtype), layout.shapes[field.name], layout.offsets[field.name]
         stop = start + int(np.prod(shape)) * dtype.itemsize
         host = self.host[slot].numpy()[start:stop].view(dtype).reshape(shape)
@@ -285,7 +286,7 @@ class _Buffers:
         return host, self.remote[start:stop].view(torch_dtype).view(shape)
 
 
-def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
+def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, Tensor]:
     """Views of `shape` of a field, host and device side. Raises InvalidInputError when the field is smaller."""
     host, remote = place.host[name], place.remote[name]
     if len(shape) != host.ndim or any(n > most for n, most in zip(shape, host.shape, strict=True)):

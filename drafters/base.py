@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from attention.spec import AttentionSpec
     from drafters.loops.base import Attend, DraftLoop, LoopSize
@@ -32,8 +32,8 @@ class TargetFacts:
     hidden_size: int
     vocab_size: int
     num_layers: int
-    embedding: torch.Tensor
-    lm_head: torch.Tensor
+    embedding: Tensor
+    lm_head: Tensor
     model_type: str = ""
 
 
@@ -48,24 +48,22 @@ class Head(Protocol):
     hidden_size: int
     draft_vocab_size: int
 
-    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1 (EAGLE-3: norms and `fc`; MTP: identity)."""
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass over T rows: token_ids [T] int64 (the token at position p+1), hidden [T, H], positions [T] (p).
 
         Returns the block output x [T, H], before the final norm.
         """
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, Vd] draft logits."""
 
-    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+    def feedback(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, H] hidden state of the next draft step (pre- or post-norm, as trained)."""
 
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
 
     def draft_loop(self, limits: LoopSize) -> DraftLoop[Any, Any]:
@@ -81,10 +79,10 @@ class DraftsOnSome(Protocol):
     """A head that reads the target's lm_head, and can draft on a subset of its tokens."""
 
     @property
-    def draft_rows(self) -> torch.Tensor | None:
+    def draft_rows(self) -> Tensor | None:
         """[Vd, H] copies of these rows, in lm_head's dtype; None while it drafts on all."""
 
-    def draft_on(self, target_ids: torch.Tensor) -> None:
+    def draft_on(self, target_ids: Tensor) -> None:
         """From now on draft on these tokens of the target, by a copy of their rows of its lm_head.
 
         target_ids: [Vd] int64, ascending. They are no part of the head's checkpoint.
@@ -93,7 +91,7 @@ class DraftsOnSome(Protocol):
             InvalidInputError: they are not strictly ascending, none, or outside the target's vocabulary.
         """
 
-    def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
+    def renew_draft_rows(self, lm_head: Tensor) -> None:
         """Copy these rows again, into the same memory: the target's lm_head has other values, or is another tensor."""
 
 
@@ -101,7 +99,7 @@ class DraftsOnSome(Protocol):
 class HasInputConvention(Protocol):
     """A head whose checkpoint does not record its input convention, but which can infer it from a text."""
 
-    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+    def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
         """Refuse a head that plainly runs with the wrong convention.
 
         Args:
@@ -149,7 +147,7 @@ class Recipe(Generic[TrainedHead]):
 
     aux_layers: tuple[int, ...]
     settings: Mapping[str, Any]
-    start: Callable[[Callable[[int], torch.Tensor]], TrainedHead]
+    start: Callable[[Callable[[int], Tensor]], TrainedHead]
     finished: Callable[[TrainedHead], Head]
     save: Save[TrainedHead]
     initial: TrainedHead | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from attention.backends.reference import attend as dense_attend
 from attention.errors import InvalidInputError
@@ -16,19 +17,19 @@ from drafters.base import Head
 from drafters.loops.base import Attend
 from drafters.mtp.head import MtpStack
 
-ChooseDraft = Callable[[int, torch.Tensor], torch.Tensor]
+ChooseDraft = Callable[[int, Tensor], Tensor]
 """(position of the token to be drafted, logits [1, Vd]) -> its id in the draft vocabulary [1] int64."""
 
 
-def most_probable(position: int, logits: torch.Tensor) -> torch.Tensor:
+def most_probable(position: int, logits: Tensor) -> Tensor:
     """The `ChooseDraft` of greedy drafts."""
     return logits.argmax(-1)
 
 
 def oracle_drafts(
     head: Head,
-    token_ids: torch.Tensor,
-    aux_hidden_states: torch.Tensor,
+    token_ids: Tensor,
+    aux_hidden_states: Tensor,
     num_drafts: int,
     choose: ChooseDraft = most_probable,
     only_last: bool = False,
@@ -56,7 +57,7 @@ def oracle_drafts(
 
 
 def oracle_module_drafts(
-    stack: MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int, choose: ChooseDraft = most_probable
+    stack: MtpStack, token_ids: Tensor, states: Tensor, num_drafts: int, choose: ChooseDraft = most_probable
 ) -> list[int]:
     """As `oracle_drafts`, for M modules: every module runs every row of every prefix.
 
@@ -69,8 +70,8 @@ def oracle_module_drafts(
 
 def _drafts(
     modules: Sequence[Head],
-    token_ids: torch.Tensor,
-    base: torch.Tensor,
+    token_ids: Tensor,
+    base: Tensor,
     num_drafts: int,
     choose: ChooseDraft,
     only_last: bool = False,
@@ -96,7 +97,7 @@ def _full_attend(head: Head, length: int, queries: int) -> Attend:
     """Attention over `length` positions, of the last `queries` of them; 0 for the others."""
     first = length - queries
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         attention_spec = head.attention_specs[layer]
         position = torch.arange(length, device=query.device)
         mask = position <= position[first:, None]  # [queries, L]

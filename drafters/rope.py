@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drafters.errors import HeadLoadError
 
@@ -34,7 +34,7 @@ class RopeSpec:
         scaling = "".join(f", {name} {value}" for name, value in self.scaling)
         return f"{self.kind}, theta {self.theta:g}{scaling}"
 
-    def frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
+    def frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin; for "dynamic" those for short texts.
 
         Raises:
@@ -50,7 +50,7 @@ class RopeSpec:
                 return self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
             return self._scaled_frequencies(head_dim)
 
-    def _scaled_frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
+    def _scaled_frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -77,7 +77,7 @@ class Rotary(nn.Module):
     (LlamaDynamicNTKScalingRotaryEmbedding).
     """
 
-    frequencies: torch.Tensor
+    frequencies: Tensor
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
         self.spec, self.head_dim = spec, head_dim
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Rotary:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         """Follow the module's device but stay float32: half-precision frequencies would move far positions."""
         frequencies = self.frequencies
         super()._apply(fn, recurse)
         self.frequencies = frequencies.to(self.frequencies.device)
         return self
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, D/2] float32 (the middle axis runs over heads)."""
         if self.spec.kind == "dynamic":
             angles = self._dynamic_angles(positions + self.spec.first_position)[:, None]
@@ -101,7 +101,7 @@ class Rotary(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
-    def _dynamic_angles(self, positions: torch.Tensor) -> torch.Tensor:
+    def _dynamic_angles(self, positions: Tensor) -> Tensor:
         """positions [T], as the head's own code counts them -> [T, D/2]."""
         longest, factor = self.spec.max_positions, float(dict(self.spec.scaling)["factor"])
         lengths = (positions + 1).clamp_min(longest).float()
@@ -110,7 +110,7 @@ class Rotary(nn.Module):
         return positions[:, None] * self.frequencies * growth[:, None] ** (-exponents / (self.head_dim - 2))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [T, heads, D] by cos, sin [T, 1, D/2]: dimension i is paired with i + D/2. Computed in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -17,13 +17,14 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
 from drafters.base import Head
 
 
-def shift_left(x: torch.Tensor, by: int) -> torch.Tensor:
+def shift_left(x: Tensor, by: int) -> Tensor:
     """x [B, S, ...] with row p taken from p + by; zeros (False) where that lies past the end."""
     shifted = torch.zeros_like(x)
     if by < x.shape[1]:
@@ -43,9 +44,9 @@ class TttAttend:
             raise InvalidInputError("the training-time test has no windows, softcaps or sinks")
         self._attention_specs = attention_specs
         self._shape = (batch_size, length)
-        self._past: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._past: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B·S, Hq, D], key and value [B·S, Hkv, D] of the layer's next step -> [B·S, Hq, D]."""
         plan = self._attention_specs[layer]
         past = self._past[layer]
@@ -54,12 +55,12 @@ class TttAttend:
         out = _attend(grouped * plan.scale, past)
         return out.flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
+    def _by_head(self, x: Tensor) -> Tensor:
         """[B·S, heads, D] -> [B, heads, S, D]."""
         return x.unflatten(0, self._shape).transpose(1, 2)
 
 
-def _attend(query: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Scaled query [B, Hkv, G, S, D]; past: (key, value) [B, Hkv, S, D] of steps 0 … k -> [B, Hkv, G, S, D]."""
     length = query.shape[-2]
     key, value = (x[:, :, None] for x in past[0])  # [B, Hkv, 1, S, D]
@@ -74,7 +75,7 @@ def _attend(query: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) 
     return out
 
 
-def unroll(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor, steps: int) -> list[torch.Tensor]:
+def unroll(head: Head, token_ids: Tensor, aux_hidden_states: Tensor, steps: int) -> list[Tensor]:
     """Run `steps` steps of the training-time test.
 
     Args:
@@ -107,7 +108,7 @@ class Gain(NamedTuple):
     error: float
 
     @classmethod
-    def of(cls, differences: torch.Tensor) -> Gain:
+    def of(cls, differences: Tensor) -> Gain:
         """differences: [n], of each place; the error of fewer than two is infinite."""
         count = len(differences)
         error = float(differences.double().std()) / count**0.5 if count > 1 else float("inf")

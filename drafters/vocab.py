@@ -10,6 +10,7 @@ Source: SafeAILab/EAGLE, eagle/traineagle3/cnets.py (construction); the offset c
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from attention.errors import InvalidInputError
 
@@ -17,29 +18,29 @@ _MIN_SIZE_TO_DECIDE = 32
 """From this many entries on, a map without two neighbouring target ids is taken for absolute ids."""
 
 
-def offsets_of(target_ids: torch.Tensor) -> torch.Tensor:
+def offsets_of(target_ids: Tensor) -> Tensor:
     """Ascending target ids [Vd] -> d2t offsets [Vd] int64."""
     return target_ids.long() - torch.arange(len(target_ids), device=target_ids.device)
 
 
-def ids_of(d2t: torch.Tensor) -> torch.Tensor:
+def ids_of(d2t: Tensor) -> Tensor:
     """d2t offsets [Vd] -> the target ids of all draft ids [Vd] int64."""
     return d2t.long() + torch.arange(len(d2t), device=d2t.device)
 
 
-def mask_of(d2t: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
+def mask_of(d2t: Tensor, target_vocab_size: int) -> Tensor:
     """d2t offsets [Vd] -> t2d [V] bool: which target tokens the head knows."""
     mask = torch.zeros(target_vocab_size, dtype=torch.bool, device=d2t.device)
     mask[ids_of(d2t)] = True
     return mask
 
 
-def identity_offsets(vocab_size: int) -> torch.Tensor:
+def identity_offsets(vocab_size: int) -> Tensor:
     """The map of a head that knows the whole vocabulary: zeros [V] int64."""
     return torch.zeros(vocab_size, dtype=torch.int64)
 
 
-def check_map(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor | None = None) -> None:
+def check_map(d2t: Tensor, target_vocab_size: int, t2d: Tensor | None = None) -> None:
     """Check a checkpoint's vocabulary map: offsets d2t [Vd], and t2d [V] bool, or None where it has none.
 
     Raises:
@@ -61,12 +62,12 @@ def check_map(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor | Non
         )
 
 
-def _check_type(d2t: torch.Tensor) -> None:
+def _check_type(d2t: Tensor) -> None:
     if d2t.dim() != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool or len(d2t) == 0:
         raise InvalidInputError(f"d2t must be a non-empty vector of integers, not {d2t.dtype} {list(d2t.shape)}")
 
 
-def check_offsets(d2t: torch.Tensor, target_vocab_size: int) -> None:
+def check_offsets(d2t: Tensor, target_vocab_size: int) -> None:
     """Check that offsets [Vd] name strictly increasing target ids in [0, V).
 
     Raises:
@@ -87,7 +88,7 @@ def check_offsets(d2t: torch.Tensor, target_vocab_size: int) -> None:
         )
 
 
-def _looks_absolute(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor | None) -> bool:
+def _looks_absolute(d2t: Tensor, target_vocab_size: int, t2d: Tensor | None) -> bool:
     """Whether the entries read better as target ids than as offsets (offsets of neighbouring ids are equal)."""
     if not bool((d2t[1:] > d2t[:-1]).all()) or int(d2t[0]) < 0 or int(d2t[-1]) >= target_vocab_size:
         return False
@@ -98,7 +99,7 @@ def _looks_absolute(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor
     return int(ids_of(d2t)[-1]) >= target_vocab_size or len(d2t) >= _MIN_SIZE_TO_DECIDE
 
 
-def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
+def most_frequent(counts: Tensor, draft_vocab_size: int) -> Tensor:
     """Build a map from how often the target wrote each token.
 
     counts: [V] integers. draft_vocab_size: Vd, how many tokens the head shall know.
@@ -115,7 +116,7 @@ def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
     return offsets_of(order[:draft_vocab_size].sort().values)
 
 
-def scatter(probabilities: torch.Tensor, target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
+def scatter(probabilities: Tensor, target_ids: Tensor, target_vocab_size: int) -> Tensor:
     """Spread draft probabilities [..., Vd] over the target's vocabulary, [..., V] of the same dtype.
 
     Unknown tokens get probability zero. target_ids: [Vd] int64, `head.to_target_ids(arange(Vd))`.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafters.base import Head
@@ -312,7 +312,7 @@ class SpeculativeModel:
         return renew(self, "update_weights()", lambda: write(self, weights, head))
 
     @own_torch_state()
-    def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def own_logits(self, token_ids: Sequence[int]) -> Tensor:
         """[T, V]: logits of the model's own forward after each of these tokens, without cache and head. Waits
         for a round; requests, caches and statistics stay as they are.
 

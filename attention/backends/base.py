@@ -8,6 +8,7 @@ from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from attention.backends.building import Build
     from attention.batch.host import HostBatch
@@ -55,14 +56,14 @@ class AttentionBackend(Protocol):
         self,
         plan: Any,
         key: AttentionSpec,
-        query: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        query: Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Write K and V of the batch's tokens into the cache, then attend.
 
         This runs for every layer of every round that is no graph as a whole: an implementation calls no operator that

@@ -17,6 +17,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
 from attention.backends.limits import check_causal, check_query_heads
@@ -167,10 +168,10 @@ class FlexPlan:
     """
 
     kernel: Attend
-    arrays: tuple[torch.Tensor, ...]
-    token: torch.Tensor
-    head: torch.Tensor
-    place: torch.Tensor
+    arrays: tuple[Tensor, ...]
+    token: Tensor
+    head: Tensor
+    place: Tensor
 
 
 class FlexBuilder:
@@ -181,7 +182,7 @@ class FlexBuilder:
     ) -> None:
         self._group, self._key, self._dtype, self._device, self._compiler = group, key, dtype, device, compiler
         self._folded = key.num_kv_heads if group.layout == "HND" else 1
-        self._slopes: torch.Tensor | None = None
+        self._slopes: Tensor | None = None
         if key.alibi is not None:
             self._slopes = torch.tensor(key.alibi, dtype=torch.float32, device=device).view(key.num_kv_heads, -1)
 
@@ -201,7 +202,7 @@ class FlexBuilder:
         bias = () if self._slopes is None else (self._slopes, head)
         return FlexPlan(function_of(kernel), (*blocks, logical_page, row_start, position, *bias), token, head, place)
 
-    def _blocks(self, counts: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _blocks(self, counts: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """[n] counts and [n, W] pages of each tile as blocks of the cache: [1, H, n] and [1, H, n, W].
 
         An HND page holds one block for each head, one after the other.
@@ -212,7 +213,7 @@ class FlexBuilder:
         blocks = pages[None] * self._folded + heads[:, None, None]
         return counts.expand(1, self._folded, -1).contiguous(), blocks[None]
 
-    def _sent(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    def _sent(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """The arrays on the device, in one copy."""
         flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
         if self._device.type == "cuda":
@@ -245,14 +246,14 @@ class FlexBackend:
         self,
         plan: FlexPlan,
         key: AttentionSpec,
-        query: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        query: Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         tokens, heads, groups = len(metadata.slot_mapping), key.num_kv_heads, key.num_q_heads // key.num_kv_heads
         self._write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
@@ -274,7 +275,7 @@ class FlexBackend:
         return out
 
     @staticmethod
-    def _write(layer_kv: LayerKV, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def _write(layer_kv: LayerKV, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         if not keys.is_cuda or torch.version.hip is not None:  # Triton kernels are not tested on ROCm
             write(layer_kv, keys, values, slots)
             return
@@ -283,7 +284,7 @@ class FlexBackend:
         write_kv(layer_kv, keys, values, slots)
 
 
-def _as_sequence(pages: torch.Tensor, layer_kv: LayerKV) -> torch.Tensor:
+def _as_sequence(pages: Tensor, layer_kv: LayerKV) -> Tensor:
     """Cache pages as one sequence, no copy: NHD [1, Hkv, slots, D]; HND [1, 1, pages · Hkv · page_size, D]."""
     if layer_kv.layout == "NHD":
         return pages.flatten(0, 1).transpose(0, 1)[None]
@@ -291,7 +292,7 @@ def _as_sequence(pages: torch.Tensor, layer_kv: LayerKV) -> torch.Tensor:
 
 
 @cache
-def _on_device(scale: float, device: torch.device) -> torch.Tensor:
+def _on_device(scale: float, device: torch.device) -> Tensor:
     return torch.full((2,), scale, device=device)  # two elements: the compiler specialises on a size of one
 
 

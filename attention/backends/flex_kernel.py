@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental import _config as size_config
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -26,7 +27,7 @@ _DIRECT = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 """torch's switch for the eager form (torch 2.11 to 2.13)."""
 Compiler = str | Callable[..., Any]
 """A backend of torch.compile."""
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def function_of(kernel: FlexKernel) -> Attend:
 
     width = tile_width(kernel)  # here, because the compiler cannot trace a greatest common divisor
 
-    def attend(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(*arguments: Tensor) -> tuple[Tensor, Tensor | None]:
         if kernel.compiler is not None and not torch.compiler.is_compiling():
             raise UnsupportedAttentionError("FlexAttention is called where torch's compiler is switched off")
         return attend_blocks(kernel, width, *arguments)
@@ -73,20 +74,20 @@ def function_of(kernel: FlexKernel) -> Attend:
 def attend_blocks(
     kernel: FlexKernel,
     keys_per_tile: int,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_scale: torch.Tensor,
-    partly: torch.Tensor,
-    partly_blocks: torch.Tensor,
-    whole: torch.Tensor,
-    whole_blocks: torch.Tensor,
-    logical_page: torch.Tensor,
-    row_start: torch.Tensor,
-    position: torch.Tensor,
-    slopes: torch.Tensor | None = None,
-    head: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scale: Tensor,
+    partly: Tensor,
+    partly_blocks: Tensor,
+    whole: Tensor,
+    whole_blocks: Tensor,
+    logical_page: Tensor,
+    row_start: Tensor,
+    position: Tensor,
+    slopes: Tensor | None = None,
+    head: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Attention of packed queries, and the logarithm of their sums where a sink joins them.
 
     Args:
@@ -104,15 +105,15 @@ def attend_blocks(
     key, page_size, folded = kernel.key, kernel.page_size, kernel.folded
     window = key.window
 
-    def place_of(m: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def place_of(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         page = logical_page[row_start[m] + n // (page_size * folded)]
         return page, page * page_size + n % page_size
 
-    def biased(score: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    def biased(score: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         assert slopes is not None and head is not None
         return score + slopes[h, head[m]] * (place_of(m, n)[1] - position[m])
 
-    def seen(b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    def seen(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         page, place = place_of(m, n)
         visible = (page >= 0) & (place <= position[m])
         if folded > 1:
@@ -141,16 +142,14 @@ def attend_blocks(
 
 
 def _modification(
-    kernel: FlexKernel, key_scale: torch.Tensor, biased: Callable[..., torch.Tensor] | None
-) -> Callable[..., torch.Tensor] | None:
+    kernel: FlexKernel, key_scale: Tensor, biased: Callable[..., Tensor] | None
+) -> Callable[..., Tensor] | None:
     """Modify a score before the softmax: apply the scale of 8-bit keys, the softcap, then a bias by distance."""
     eight_bits, softcap = kernel.cache == FP8, kernel.key.softcap
     if not eight_bits and softcap is None and biased is None:
         return None
 
-    def modified(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor
-    ) -> torch.Tensor:
+    def modified(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         if eight_bits:
             score = score * key_scale[h * 0]
         if softcap is not None:
@@ -166,7 +165,7 @@ def _set_up(function: Callable[..., Any]) -> Callable[..., Any]:
     Two sizes that happen to be equal at that call stay two. Any call may compile, not only the first.
     """
 
-    def call(*arguments: torch.Tensor) -> Any:
+    def call(*arguments: Tensor) -> Any:
         sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with sizes, torch._dynamo.config.patch(specialize_int=True, specialize_float=True):
             return function(*arguments)
@@ -177,7 +176,7 @@ def _set_up(function: Callable[..., Any]) -> Callable[..., Any]:
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function in torch's eager form, which otherwise compiles as well, only to run operator by operator."""
 
-    def call(*arguments: torch.Tensor) -> Any:
+    def call(*arguments: Tensor) -> Any:
         before = vars(flex_module)[_DIRECT]
         # A module-level debug flag is torch's only switch: FlexAttention called eagerly compiles itself otherwise.
         setattr(flex_module, _DIRECT, True)

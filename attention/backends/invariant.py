@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from attention.backends.limits import HALF, check_causal, check_heads
 from attention.batch.host import HostBatch
@@ -57,14 +58,14 @@ def own_kernel(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str
 def run_invariant(
     plan: InvariantPlan,
     key: AttentionSpec,
-    query: torch.Tensor,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
+    query: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Write K and V, then attend; see `AttentionBackend.run`."""
     from attention.kernels.cache_write import write_kv
     from attention.kernels.invariant_kernel import launch_invariant_attention

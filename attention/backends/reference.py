@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attention.backends.limits import check_causal, check_query_heads
 from attention.batch.host import HostBatch
@@ -37,12 +38,12 @@ class Segment:
         shape: (b, Q, S).
     """
 
-    tokens: torch.Tensor | None
-    real: torch.Tensor | None
-    slots: torch.Tensor
-    mask: torch.Tensor | None
+    tokens: Tensor | None
+    real: Tensor | None
+    slots: Tensor
+    mask: Tensor | None
     shape: tuple[int, int, int]
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class TorchBuilder:
         real = None if even else self._send(np.flatnonzero(np.arange(num_queries) < lens[:, None]))
         return Segment(tokens, real, self._send(slots.reshape(-1)), mask, (len(rows), num_queries, num_keys), bias)
 
-    def _send(self, array: np.ndarray) -> torch.Tensor:
+    def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
 
@@ -137,14 +138,14 @@ class TorchBackend:
         self,
         plan: TorchPlan,
         key: AttentionSpec,
-        query: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        query: Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         tokens = len(metadata.slot_mapping)
         write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
@@ -168,8 +169,8 @@ class TorchBackend:
 
 
 def _attend_segment(
-    segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV, sinks: torch.Tensor | None
-) -> torch.Tensor:
+    segment: Segment, key: AttentionSpec, query: Tensor, layer_kv: LayerKV, sinks: Tensor | None
+) -> Tensor:
     rows, num_queries, _ = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
     q, k, v = segment_states(segment, key, query, layer_kv)
@@ -181,8 +182,8 @@ def _attend_segment(
 
 
 def segment_states(
-    segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    segment: Segment, key: AttentionSpec, query: Tensor, layer_kv: LayerKV
+) -> tuple[Tensor, Tensor, Tensor]:
     """A segment's queries [b, Hkv, G, Q, Dk], keys and values [b, Hkv, S, D]; query: [b·Q, Hq, Dk]."""
     rows, num_queries, num_keys = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
@@ -196,13 +197,13 @@ def segment_states(
 
 
 def attend(
-    query: torch.Tensor,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    mask: torch.Tensor,
+    query: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    mask: Tensor,
     key: AttentionSpec,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention with float32 softmax.
 
     Args:
@@ -227,14 +228,14 @@ def attend(
 
 
 def _attend_folded(
-    query: torch.Tensor,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    mask: Tensor | None,
     key: AttentionSpec,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """`attend` with the G query heads of a KV head folded into the query axis.
 
     query [b, Hkv, G·Q, Dk] -> [b, Hkv, G·Q, Dv]; mask: [b, 1, G·Q, S] bool or None; bias: see `Segment`.

@@ -8,6 +8,7 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
 from attention.checking import CHECKS, require
@@ -42,7 +43,7 @@ ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "las
 
 
 @dataclass(frozen=True)
-class CommonAttentionMetadata(BatchArrays[torch.Tensor]):
+class CommonAttentionMetadata(BatchArrays[Tensor]):
     """A batch's attention: exact host arrays, and the device views of those that kernels read.
 
     It is never edited in place. Builders plan from `host`; kernels read the device side.
@@ -106,7 +107,7 @@ class ExtraSection:
         own = batch.extra(self._kind)
         return {} if own is None else self.arrays.values(own)
 
-    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> object | None:
+    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, Tensor]) -> object | None:
         """The extra of a batch on the device; None if the batch has none."""
         return None if metadata.host.extra(self._kind) is None else self.arrays.of(views)
 
@@ -202,7 +203,7 @@ def batch_sizes(
 
 
 def on_pages(
-    metadata: CommonAttentionMetadata, section: Section[Any], batch: HostBatch, views: Mapping[str, torch.Tensor]
+    metadata: CommonAttentionMetadata, section: Section[Any], batch: HostBatch, views: Mapping[str, Tensor]
 ) -> CommonAttentionMetadata:
     """The rows of `metadata` on other pages, whose arrays (of GroupArrays) the section has in these views."""
     own = {name: view for name, view in vars(section.of(views)).items() if view is not None}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from attention.cached import cached_property
 from attention.errors import InvalidInputError, UnsupportedAttentionError
@@ -97,15 +98,15 @@ class LayerKV:
     `key_scale`, see `KVFormat`; both scales are 1.0 when the cache has the dtype of the model.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     layout: KVLayout
     value_in_key: bool = False
     key_scale: float = 1.0
     value_scale: float = 1.0
 
     @cached_property
-    def latent_and_rope(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def latent_and_rope(self) -> tuple[Tensor, Tensor]:
         """[num_pages, page_size, c_kv] and [num_pages, page_size, d_rope] of an MLA layer's keys, in either layout."""
         pages = self.keys.squeeze(self.slot_and_head[1])
         width = self.values.shape[-1]
@@ -129,7 +130,7 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
     Zeros, not garbage: masked-out slots of a page are multiplied by a probability of 0, and 0 · NaN is NaN.
     """
 
-    def tensor(heads: int, dim: int) -> torch.Tensor:
+    def tensor(heads: int, dim: int) -> Tensor:
         inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
         return torch.zeros((group.num_pages, *inner, dim), dtype=group.format.dtype_for(dtype), device=device)
 
@@ -141,7 +142,7 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
     return tuple(layer(number, k) for number, k in enumerate(group.attention_specs))
 
 
-def write(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] of T tokens to their slots [T] int64, in place."""
     both = ((layer.keys, key, layer.key_scale), (layer.values, value, layer.value_scale))
     for pages, states, scale in both[:1] if layer.value_in_key else both:
@@ -155,7 +156,7 @@ def write(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: 
             pages[slot_mapping // page_size, :, slot_mapping % page_size] = stored
 
 
-def gather(pages: torch.Tensor, slots: torch.Tensor, layout: KVLayout, scale: float = 1.0) -> torch.Tensor:
+def gather(pages: Tensor, slots: Tensor, layout: KVLayout, scale: float = 1.0) -> Tensor:
     """Read slots (any shape, int64) -> [*slots.shape, Hkv, D], in float32 from a cache in 8 bits."""
     raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
     if layout == "NHD":
@@ -167,7 +168,7 @@ def gather(pages: torch.Tensor, slots: torch.Tensor, layout: KVLayout, scale: fl
     return from_stored(found.view(FP8), scale) if pages.dtype == FP8 else found
 
 
-def to_stored(states: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+def to_stored(states: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Keys or values as the cache of `dtype` holds them; the rule is in `KVFormat`.
 
     >>> to_stored(torch.tensor([1.0, 1.06, 500.0, -9.0]), FP8, 0.5).float().tolist()
@@ -178,6 +179,6 @@ def to_stored(states: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.T
     return (states.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def from_stored(stored: torch.Tensor, scale: float) -> torch.Tensor:
+def from_stored(stored: Tensor, scale: float) -> Tensor:
     """The inverse of `to_stored`, float32 from 8 bits; other dtypes stay as they are."""
     return stored.float() * scale if stored.dtype == FP8 else stored

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.cache.kv_cache import LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -115,7 +115,7 @@ def sum_shapes(key: AttentionSpec, tokens: int, tiling: PrefixTiling) -> tuple[t
 
 
 def launch_prefix(
-    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: torch.Tensor, page_indices: torch.Tensor,
+    query: Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: Tensor, page_indices: Tensor,
     shared: SharedKeys, query_len: int,
 ) -> None:  # fmt: skip
     """Attend the shared pages; `packed_kernel.launch_packed` with the same arguments attends the others."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import HostBatch
 from attention.cascade.kernel import prefix_tiling, sum_shapes
@@ -172,14 +173,12 @@ class Sharing:
             return f"; no cascade: {limit}"
         return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
 
-    def _no_pages(self, rows: int) -> torch.Tensor:
+    def _no_pages(self, rows: int) -> Tensor:
         if rows > len(self._none):
             self._none = torch.zeros(rows, dtype=torch.int32, device=self._room.device)
         return self._none[:rows]
 
-    def _keys(
-        self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: torch.Tensor
-    ) -> SharedKeys:
+    def _keys(self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: Tensor) -> SharedKeys:
         """pages: [rows] int32. Buffers handed out before keep their memory."""
         sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)
         sizes = math.prod(sums), math.prod(stats)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attention.hf.patches import Value
 from attention.hf.weights import computes_plainly
@@ -37,13 +37,13 @@ class AbsorbedAttention:
     value_dim: int
     latent_dim: int
 
-    def absorb_query(self, query: torch.Tensor) -> torch.Tensor:
+    def absorb_query(self, query: Tensor) -> Tensor:
         """query [Hq, T, nope + d_rope] -> [T, Hq, c_kv + d_rope]: the part without rotary goes to latent space."""
         nope, rope = query.split([self.nope_dim, query.shape[-1] - self.nope_dim], dim=-1)
         latent = torch.bmm(nope, self._up_projections()[:, : self.nope_dim])  # [Hq, T, c_kv]
         return torch.cat([latent, rope], dim=-1).transpose(0, 1)
 
-    def project_output(self, attended: torch.Tensor) -> torch.Tensor:
+    def project_output(self, attended: Tensor) -> Tensor:
         """attended latents [T, Hq, c_kv] -> head outputs [T, Hq, Dv]."""
         up = self._up_projections()[:, self.nope_dim :]  # [Hq, Dv, c_kv]
         return torch.bmm(attended.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
@@ -53,9 +53,9 @@ class AbsorbedAttention:
         latent, rope = self.latent_dim, expanded.head_dim_k - self.nope_dim
         return replace(expanded, num_kv_heads=1, head_dim_k=latent + rope, head_dim_v=latent, value_in_key=True)
 
-    def _up_projections(self) -> torch.Tensor:
+    def _up_projections(self) -> Tensor:
         """[Hq, nope + Dv, c_kv]: W_UK and W_UV of each head."""
-        weight: torch.Tensor = self.module.kv_b_proj.weight  # type: ignore[union-attr, assignment]
+        weight: Tensor = self.module.kv_b_proj.weight  # type: ignore[union-attr, assignment]
         return weight.view(-1, self.nope_dim + self.value_dim, self.latent_dim)
 
 
@@ -83,6 +83,6 @@ def unexpanded(layers: Iterable[AbsorbedAttention]) -> tuple[Value, ...]:
     return tuple((layer.module, "expand_kv", _keep_latent) for layer in layers)
 
 
-def _keep_latent(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _keep_latent(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """Replaces `expand_kv`: [1, 1, T, c_kv] and [1, 1, T, d_rope] -> key [1, 1, T, c_kv + d_rope], value."""
     return torch.cat([kv_nope, k_rot], dim=-1), kv_nope

@@ -14,10 +14,11 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from attention.errors import UnsupportedAttentionError
 
-LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
 _numbers = count()
@@ -72,9 +73,7 @@ def opaque_operator(
 
 
 @opaque_operator(lambda q, k, v, *others: q.new_empty(q.shape[0], q.shape[1], v.shape[2]), "attend")
-def opaque_attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, channel: int, layer: int
-) -> torch.Tensor:
+def opaque_attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, channel: int, layer: int) -> Tensor:
     """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv].
 
     Raises:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attention.hf.patches import Value
 from attention.spec import TemperatureTuning
@@ -78,7 +78,7 @@ def _top_k(indexer: nn.Module) -> int:
     return int(getattr(indexer, "index_topk", None) or 0)
 
 
-def _no_keys(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _no_keys(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Replaces an indexer's forward: [1, T, 0] int32."""
     return hidden_states.new_zeros((*hidden_states.shape[:2], 0), dtype=torch.int32)
 
@@ -87,8 +87,8 @@ def _masked(module: nn.Module) -> Any:
     """Replaces the forward of an attention module: the same, with a mask that can be sliced."""
     forward = type(module).forward
 
-    def masked(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        weight: torch.Tensor = next(module.parameters())
+    def masked(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        weight: Tensor = next(module.parameters())
         return forward(module, *args, attention_mask=weight.new_zeros(1, 1, 1, 1), **kwargs)
 
     return masked

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from torch import Tensor
 
 from attention.batch.metadata import CommonAttentionMetadata
 
 
 class _Known(threading.local):
-    slots: torch.Tensor | None = None
+    slots: Tensor | None = None
     page_size: int = 0
 
 
@@ -33,7 +33,7 @@ def padding_known(metadata: CommonAttentionMetadata) -> Iterator[None]:
         _known.slots, _known.page_size = before
 
 
-def padding_among(num_tokens: int) -> tuple[torch.Tensor, int] | None:
+def padding_among(num_tokens: int) -> tuple[Tensor, int] | None:
     """Slots [T] of the tokens that a launch reads, and the size of a page: slots below it are padding's. None where
     they are not known."""
     slots = _known.slots

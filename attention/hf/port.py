@@ -14,6 +14,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from attention.errors import UnsupportedAttentionError
@@ -31,12 +32,12 @@ _BOUND = "_specdec_layer"
 
 def specdec_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The function behind transformers' attention interface.
 
     Raises:
@@ -109,9 +110,7 @@ class AttentionPort:
         """Pickled or copied with a model, the handle on its modules is None: a copy is served by no engine."""
         return type(None), ()
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """query [1, Hq, T, D], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, value width of a head].
 
         Contiguous, as transformers' own attention functions return it: models call `view` on it.
@@ -139,7 +138,7 @@ class AttentionPort:
         return (attended if latent is None else latent.project_output(attended))[None].contiguous()
 
 
-def _by_token(states: torch.Tensor) -> torch.Tensor:
+def _by_token(states: Tensor) -> Tensor:
     """[1, heads, T, D] -> [T, heads, D] whose last stride is 1, as kernels read it; a view wherever that is so."""
     rows = states[0].transpose(0, 1)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -10,6 +10,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
@@ -138,12 +139,12 @@ transformers would keep that function, and with it the modules of the last model
 
 def _record(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Note one attention call; zeros [1, T, Hq, Dv] instead of attention."""
     calls = _recordings.get(get_ident())
     if calls is None:
@@ -157,7 +158,7 @@ def _record(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse_unknown(module: torch.nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     known = _KNOWN_ARGUMENTS
     if reads_indices(module):  # set by the replaced forwards, see `attention.hf.model_specific`
         known, mask = known | {INDEX_ARGUMENT}, None if mask is None or mask.numel() == 1 else mask
@@ -187,7 +188,7 @@ def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
 
 
 def _attention_spec(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
 ) -> AttentionSpec:
     scaling = kwargs.get("scaling")
     return AttentionSpec(

@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _EXPERTS = "Mxfp4GptOssExperts"
 """transformers' class of experts in MXFP4, whose matrices are no parameters but objects of its kernels' package."""
 _PACKED_EXPERTS = (_EXPERTS, "Mxfp4Experts")
@@ -39,7 +39,7 @@ def is_plain_weight(weight: Any) -> bool:
     """Whether a parameter is a plain matrix of floating-point numbers of 16 bits or more, with its own storage."""
     return (
         type(weight) in _PLAIN_TENSORS
-        and type(weight.data) is torch.Tensor
+        and type(weight.data) is Tensor
         and weight.is_floating_point()
         and weight.element_size() > _NARROW
     )
@@ -56,8 +56,8 @@ def is_quantised(layer: nn.Module) -> bool:
         return False
     if any(getattr(layer, name, None) is not None for name in _MARKS):
         return True
-    made_of_others = (type(t.data) is not torch.Tensor for t in own)
-    packed = (t.element_size() <= _NARROW and t.dtype is not torch.bool for t in own if type(t.data) is torch.Tensor)
+    made_of_others = (type(t.data) is not Tensor for t in own)
+    packed = (t.element_size() <= _NARROW and t.dtype is not torch.bool for t in own if type(t.data) is Tensor)
     return any(chain(made_of_others, packed))
 
 
@@ -74,7 +74,7 @@ def runs_plainly(layer: nn.Module) -> bool:
     return not is_quantised(layer) or computes_plainly(layer)
 
 
-def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def memory_of(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor's values lie in: itself, or those that a tensor subclass is made of."""
     if type(tensor) in _PLAIN_TENSORS:
         yield tensor
@@ -88,18 +88,18 @@ def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from memory_of(getattr(tensor.data, name))
 
 
-def address_of(tensor: torch.Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
     """Where a tensor's values begin, by its first plain tensor where it is made of several."""
     return tensor.data_ptr() if type(tensor) is nn.Parameter else next(memory_of(tensor)).data_ptr()
 
 
-def stored_bytes(tensor: torch.Tensor) -> int:
+def stored_bytes(tensor: Tensor) -> int:
     """Bytes that a parameter's values take, with the scales that belong to them."""
     inner = sum(part.numel() * part.element_size() for part in memory_of(tensor))
     return inner + sum(part.nbytes for part in _bitsandbytes_scales(tensor))
 
 
-def num_elements(name: str, tensor: torch.Tensor) -> int:
+def num_elements(name: str, tensor: Tensor) -> int:
     """Weights that a parameter of this name encodes: two per byte for bitsandbytes' 4-bit weights and for MXFP4, none
     for MXFP4's exponents."""
     if tensor.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
@@ -108,7 +108,7 @@ def num_elements(name: str, tensor: torch.Tensor) -> int:
     return tensor.numel() if state is None else int(state.shape.numel())
 
 
-def _bitsandbytes_scales(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _bitsandbytes_scales(tensor: Tensor) -> Iterator[Tensor]:
     """bitsandbytes' scales of a parameter: absmax of blocks, nested or not; row scales of 8-bit weights."""
     state = getattr(tensor, "quant_state", None)
     nested = getattr(state, "state2", None)
@@ -118,7 +118,7 @@ def _bitsandbytes_scales(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         getattr(nested, "absmax", None),
         getattr(tensor, "SCB", None),
     ):
-        if isinstance(part, torch.Tensor):
+        if isinstance(part, Tensor):
             yield part
 
 
@@ -128,21 +128,21 @@ def model_bytes(model: nn.Module) -> int:
     buffers = (b for m in layers for b in m._buffers.values() if b is not None)
     experts = (t for m in layers if type(m).__name__ == _EXPERTS for t in _mxfp4_memory(m))
     moved = (getattr(getattr(m, "state", None), "SCB", None) for m in layers)  # bitsandbytes' scales of 8-bit rows
-    rows = (t for t in moved if isinstance(t, torch.Tensor))
+    rows = (t for t in moved if isinstance(t, Tensor))
     return sum(stored_bytes(t) for t in chain(model.parameters(), buffers, experts, rows))
 
 
-def _mxfp4_memory(experts: Any) -> Iterator[torch.Tensor]:
+def _mxfp4_memory(experts: Any) -> Iterator[Tensor]:
     """Blocks and scales of experts in MXFP4, as transformers' integration keeps them (`swizzle_mxfp4`)."""
     for name in ("gate_up_proj", "down_proj"):
         config = getattr(experts, f"{name}_precision_config", None)
         for held in (getattr(experts, name, None), getattr(config, "weight_scale", None)):
             memory = getattr(getattr(held, "storage", held), "data", None)
-            if isinstance(memory, torch.Tensor) and not isinstance(held, nn.Parameter):
+            if isinstance(memory, Tensor) and not isinstance(held, nn.Parameter):
                 yield memory
 
 
-def dense_weight(module: nn.Module) -> torch.Tensor | None:
+def dense_weight(module: nn.Module) -> Tensor | None:
     """A layer's weight as a matrix of floating-point numbers, a copy where it is quantised; None if impossible.
 
     Source: torchao's and optimum-quanto's tensors offer `dequantize`.
@@ -151,8 +151,8 @@ def dense_weight(module: nn.Module) -> torch.Tensor | None:
     if is_plain_weight(weight):
         return weight
     multiply_out = getattr(getattr(weight, "data", None), "dequantize", None)
-    if weight is None or type(weight.data) is torch.Tensor or multiply_out is None:
+    if weight is None or type(weight.data) is Tensor or multiply_out is None:
         return None
     with torch.no_grad():
-        dense: torch.Tensor = multiply_out()
+        dense: Tensor = multiply_out()
     return dense

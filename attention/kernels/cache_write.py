@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.cache.kv_cache import FP8, FP8_MAX, LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -46,7 +46,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     tl.store(keys_ptr + place, key.to(keys_ptr.dtype.element_ty), mask=inside)
 
 
-def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Write key [T' >= T, Hkv, Dk] and value [T', Hkv, Dv] (last dimension contiguous) to their slots [T] int64, in
     place. Where values are in the keys (MLA), `value` is not read.
 

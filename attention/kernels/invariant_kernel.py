@@ -13,9 +13,9 @@ tile (TILE_KEYS), Dk and Dv head dimensions (DIM_K, DIM_V), Wk and Wv the next p
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, LayerKV
@@ -122,8 +122,8 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def launch_invariant_attention(
-    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
-    sinks: torch.Tensor | None, out: torch.Tensor,
+    query: Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
+    sinks: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Attend, causally, the rows of a batch, of which only the arrays on the device are read.
 

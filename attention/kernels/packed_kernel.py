@@ -21,6 +21,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.cache.kv_cache import LayerKV
 from attention.checking import CHECKS, require
@@ -107,9 +108,9 @@ class SharedKeys:
         tiling: how they are gone through.
     """
 
-    pages: torch.Tensor
-    sums: torch.Tensor
-    stats: torch.Tensor
+    pages: Tensor
+    sums: Tensor
+    stats: Tensor
     tiling: PrefixTiling
 
 
@@ -128,9 +129,9 @@ class Scratch:
         multiprocessors, shared_bytes: see `tiling`.
     """
 
-    sums: torch.Tensor
-    stats: torch.Tensor
-    arrived: torch.Tensor
+    sums: Tensor
+    stats: Tensor
+    arrived: Tensor
     multiprocessors: int
     shared_bytes: int
 
@@ -296,8 +297,8 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_packed(
-    query: torch.Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: torch.Tensor, page_indices: torch.Tensor,
-    last_page_len: torch.Tensor, out: torch.Tensor, scratch: Scratch, query_len: int, shared: SharedKeys | None = None,
+    query: Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: Tensor, page_indices: Tensor,
+    last_page_len: Tensor, out: Tensor, scratch: Scratch, query_len: int, shared: SharedKeys | None = None,
 ) -> None:  # fmt: skip
     """Attend, causally, B rows with `query_len` tokens each.
 

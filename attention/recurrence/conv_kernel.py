@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -88,9 +89,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
         tl.store(ring_at + (start + tl.maximum(last, 0)) % RING_SIZE * CHANNELS, kept, mask=keep)
 
 
-def short_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, ring: torch.Tensor, rows: StateRows
-) -> torch.Tensor:
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, ring: Tensor, rows: StateRows) -> Tensor:
     """Causal convolution of every channel over a row's positions: [T, C] in x's dtype; `ring` is written.
 
     Args:

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
 from attention.recurrence.chunks_kernel import launch_chunks
@@ -221,7 +222,7 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
         tl.store(ring_beta_at, beta, mask=draft_j)
 
 
-def launch_solve(call: Inputs) -> torch.Tensor:
+def launch_solve(call: Inputs) -> Tensor:
     """-> [rows · H, FACTS] float32, for rows with up to 16 replayed and own tokens; of others it is undefined."""
     q, k, _, g, beta = call.tensors
     ring_k, _, ring_g, ring_beta = call.ring
@@ -368,9 +369,9 @@ ONE_CHUNK = True
 
 
 def gated_delta(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
-    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows,
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
+    l2_normalize: bool, state: Tensor, ring: DeltaRing, rows: StateRows,
+) -> Tensor:  # fmt: skip
     """The outputs of the gated delta rule, [T, H, Dv] in v's dtype; `state` and `ring` are written.
 
     Per token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (q scale); q and k divided by their lengths before,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attention.recurrence.state_rows import Padded, StateRows
 from attention.recurrence.states import DeltaRing, ScanRing
@@ -28,13 +29,11 @@ _CHUNK, _VECTOR_CHUNK = 64, 16
 """Tokens of a chunk. With a gate per channel the decays between two tokens are vectors, so fewer."""
 _NORM_EPS = 1e-6
 
-Scan = Callable[[Padded, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Scan = Callable[[Padded, Tensor], tuple[Tensor, Tensor]]
 """A scan over some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
 
 
-def short_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, ring: torch.Tensor, rows: StateRows
-) -> torch.Tensor:
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, ring: Tensor, rows: StateRows) -> Tensor:
     """Causal convolution by channel: y[t] = bias + sum_i weight[:, i] · x[t-k+1+i].
 
     Args:
@@ -69,9 +68,9 @@ def short_conv(
 
 
 def gated_delta(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
-    l2_normalize: bool, state: torch.Tensor, ring: DeltaRing, rows: StateRows,
-) -> torch.Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
+    l2_normalize: bool, state: Tensor, ring: DeltaRing, rows: StateRows,
+) -> Tensor:  # fmt: skip
     """The gated delta rule, token by token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (scale q).
 
     Args:
@@ -85,11 +84,11 @@ def gated_delta(
     """
     repeat = v.shape[1] // k.shape[1]
 
-    def heads(x: torch.Tensor, normalize: bool) -> torch.Tensor:
+    def heads(x: Tensor, normalize: bool) -> Tensor:
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS) if normalize else x
         return x.repeat_interleave(repeat, dim=2) if repeat > 1 else x
 
-    def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scan(span: Padded, before: Tensor) -> tuple[Tensor, Tensor]:
         queries = heads(span.gathered(q), l2_normalize) * scale
         keys = heads(span.gathered(k, ring.k), l2_normalize)
         inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
@@ -99,9 +98,9 @@ def gated_delta(
 
 
 def ssd_scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-    state: torch.Tensor, ring: ScanRing, rows: StateRows,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    state: Tensor, ring: ScanRing, rows: StateRows,
+) -> Tensor:  # fmt: skip
     """Mamba2's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x.
 
     Args:
@@ -113,7 +112,7 @@ def ssd_scan(
     """
     repeat = x.shape[1] // B.shape[1]
 
-    def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scan(span: Padded, before: Tensor) -> tuple[Tensor, Tensor]:
         b, c = span.gathered(B, ring.B), span.gathered(C)
         b, c = (each.repeat_interleave(repeat, dim=2) if repeat > 1 else each for each in (b, c))
         inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
@@ -124,9 +123,9 @@ def ssd_scan(
 
 
 def selective_scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-    state: torch.Tensor, ring: ScanRing, rows: StateRows,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    state: Tensor, ring: ScanRing, rows: StateRows,
+) -> Tensor:  # fmt: skip
     """Mamba1's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x, each channel with separate states.
 
     Args:
@@ -137,7 +136,7 @@ def selective_scan(
         [T, C] float32.
     """
 
-    def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scan(span: Padded, before: Tensor) -> tuple[Tensor, Tensor]:
         inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
         b, c = span.gathered(B, ring.B), span.gathered(C)
         outputs = []
@@ -153,12 +152,12 @@ def selective_scan(
 
 def _two_phases(
     scan: Scan,
-    like: torch.Tensor,
-    state: torch.Tensor,
+    like: Tensor,
+    state: Tensor,
     rows: StateRows,
     ring: DeltaRing | ScanRing,
-    **inputs: torch.Tensor,
-) -> torch.Tensor:
+    **inputs: Tensor,
+) -> Tensor:
     """Scan the committed tokens, store the state, scan the drafts and write their inputs into the ring.
 
     inputs: keyed by the names of the ring's tensors. Returns outputs [T, …] as `like`.
@@ -180,9 +179,9 @@ def _two_phases(
 
 
 def _scan_in_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
     corrects: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gated delta rule; or Mamba2's scan, without a correction of v by what the state knows.
 
     q, k [B, L, H, Dk], v [B, L, H, Dv], g [B, L, H] or [B, L, H, Dk], beta [B, L, H], state [B, H, Dv, Dk], all
@@ -200,16 +199,16 @@ def _scan_in_chunks(
 
 
 def _chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
     corrects: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One chunk [B, H, c, …]: u = beta v, or solves (1 + tril(beta K Kᵀ decay, -1)) u = beta (v - K exp(sum g) Sᵀ)."""
     total = g.cumsum(2)  # [B, H, c, 1 or Dk]
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     decay = total[:, :, :, None] - total[:, :, None]  # [B, H, c, c, 1 or Dk]
     decay = decay.masked_fill(later[..., None], float("-inf")).exp()
 
-    def scores(x: torch.Tensor) -> torch.Tensor:
+    def scores(x: Tensor) -> Tensor:
         if g.shape[-1] == 1:
             return (x @ k.transpose(-1, -2)) * decay[..., 0]
         return torch.einsum("bhid,bhjd,bhijd->bhij", x, k, decay)
@@ -233,10 +232,10 @@ class Recurrences:
     """
 
     name: str
-    short_conv: Callable[..., torch.Tensor]
-    gated_delta: Callable[..., torch.Tensor]
-    ssd_scan: Callable[..., torch.Tensor]
-    selective_scan: Callable[..., torch.Tensor]
+    short_conv: Callable[..., Tensor]
+    gated_delta: Callable[..., Tensor]
+    ssd_scan: Callable[..., Tensor]
+    selective_scan: Callable[..., Tensor]
     capturable: bool = False
 
 

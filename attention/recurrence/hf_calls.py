@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from attention.errors import UnsupportedAttentionError
@@ -30,18 +31,18 @@ _STATE_ARGUMENTS = (
 transformers cache. The gate z of Mamba2's scan is not computed here."""
 
 
-Mixing = Callable[..., torch.Tensor]
+Mixing = Callable[..., Tensor]
 """Computes one recurrent call: (name of the recurrence, its inputs as for `Recur`) -> its output."""
 
 
 def _conv(
     mixing: Mixing,
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     activation: str | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """hidden_states [1, C, T], weight [C, k] -> [1, C, T]."""
     _refuse_states(kwargs)
     silu = activation in ("silu", "swish")
@@ -52,9 +53,9 @@ def _conv(
 
 
 def _delta(
-    mixing: Mixing, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    mixing: Mixing, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
     *, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:  # fmt: skip
     """query, key [1, T, Hk, Dk], value [1, T, Hv, Dv], g [1, T, Hv] or [1, T, Hv, Dk] -> [1, T, Hv, Dv], None."""
     _refuse_states(kwargs)
     scale = query.shape[-1] ** -0.5
@@ -63,10 +64,10 @@ def _delta(
 
 
 def _ssd(
-    mixing: Mixing, hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    *, D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
+    mixing: Mixing, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    *, D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N], D [H] -> [1, T, H, P]."""
     _refuse_states(kwargs)
     if dt_bias is not None:
@@ -78,10 +79,10 @@ def _ssd(
 
 
 def _selective(
-    mixing: Mixing, hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    *, D: torch.Tensor | None = None, z: torch.Tensor | None = None, delta_bias: torch.Tensor | None = None,
+    mixing: Mixing, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    *, D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
     delta_softplus: bool = False, **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """hidden_states, dt, z [1, C, T], A [C, N], B, C [1, N, T], D [C] -> [1, C, T]."""
     _refuse_states(kwargs)
     if delta_bias is not None:
@@ -127,10 +128,10 @@ _SCHEMAS = {
 """The inputs of each recurrence, in the notation of torch's operator schemas."""
 
 
-def _operator(name: str) -> Callable[..., torch.Tensor]:
+def _operator(name: str) -> Callable[..., Tensor]:
     """Register the operator `specdec::name`: inputs of the recurrence, number of the channel, number of the call."""
 
-    def serve(*inputs: Any) -> torch.Tensor:
+    def serve(*inputs: Any) -> Tensor:
         *given, channel, call = inputs
         recur: Recur | None = Channel.serving(channel)
         if recur is None:
@@ -146,5 +147,5 @@ def _operator(name: str) -> Callable[..., torch.Tensor]:
 _OPERATORS = {name: _operator(name) for name in _SCHEMAS}
 
 
-def _opaque(channel: int, call: int, name: str, *inputs: Any) -> torch.Tensor:
+def _opaque(channel: int, call: int, name: str, *inputs: Any) -> Tensor:
     return _OPERATORS[name](*inputs, channel, call)

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attention.errors import UnsupportedAttentionError
@@ -249,7 +249,7 @@ def _refuse_nested(calls: Sequence[RecurrentCall]) -> None:
         raise UnsupportedAttentionError(f"{type(order[0]).__name__} runs twice in one forward")
 
 
-def _recorded(calls: list[RecurrentCall], module: nn.Module, name: str, *inputs: Any) -> torch.Tensor:
+def _recorded(calls: list[RecurrentCall], module: nn.Module, name: str, *inputs: Any) -> Tensor:
     """Record the requirements of one call of this layer, and return zeros."""
     spec: RecurrenceSpec
     match name, inputs:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch
@@ -30,7 +31,7 @@ TOKENS_OF_SHORT_ROWS = 16
 """Rows with more tokens are processed in chunks if the recurrence has a kernel for chunks."""
 
 
-def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
+def inner_rows(x: Tensor, inner: int = 1) -> Tensor:
     """`x`, copied unless its last `inner` dimensions are contiguous, as in slices of a wider matmul result."""
     size = 1
     for width, stride in zip(reversed(x.shape[-inner:]), reversed(x.stride()[-inner:]), strict=True):
@@ -40,9 +41,7 @@ def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
     return x
 
 
-def check_launch(
-    rows: StateRows, state: torch.Tensor, ring: DeltaRing | ScanRing | None = None, **inputs: torch.Tensor
-) -> None:
+def check_launch(rows: StateRows, state: Tensor, ring: DeltaRing | ScanRing | None = None, **inputs: Tensor) -> None:
     """In check mode, check that index tensors of a launch are int32 and that state and ring are contiguous.
 
     state: [slots, …]; a convolution's ring. inputs: keyed by the names of the ring's tensors, which must have the same
@@ -53,7 +52,7 @@ def check_launch(
     """
     if not CHECKS.on:
         return
-    kept: dict[str, torch.Tensor] = {} if ring is None else vars(ring)
+    kept: dict[str, Tensor] = {} if ring is None else vars(ring)
     for name in ("query_start_loc", "slots", "start", "replay", "num_new"):
         require(getattr(rows, name).dtype == torch.int32, f"{name} is {getattr(rows, name).dtype}, not int32")
     require(len(rows.query_start_loc) == len(rows.slots) + 1, "query_start_loc is not one longer than slots")
@@ -77,22 +76,22 @@ class Inputs:
         skip: Mamba2's D [H], or None. out: [T, H, Dv].
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
     scale: float
     normalize: bool
-    state: torch.Tensor
-    ring: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    state: Tensor
+    ring: tuple[Tensor, Tensor, Tensor, Tensor]
     rows: StateRows
-    out: torch.Tensor
+    out: Tensor
     delta: bool = True
-    skip: torch.Tensor | None = None
+    skip: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """q, k, v, g, beta."""
         return self.q, self.k, self.v, self.g, self.beta
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.metadata import CommonAttentionMetadata, ExtraSection
 from attention.recurrence.functions import recurrences_of
@@ -27,7 +28,7 @@ from attention.recurrence.states import (
 class Recur(Protocol):
     """Computes the recurrent calls of one forward."""
 
-    def __call__(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
+    def __call__(self, name: str, call: int, *inputs: Any) -> Tensor:
         """Compute one call.
 
         Args:
@@ -54,11 +55,11 @@ class StateRunner:
         self.functions = recurrences_of(device)
         self.states: tuple[CallState, ...] = allocate_states(group, dtype, device)
 
-    def copied(self) -> tuple[torch.Tensor, ...]:
+    def copied(self) -> tuple[Tensor, ...]:
         """Copies of all states, to restore them by `put_back`."""
         return tuple(tensor.clone() for tensor in self._tensors())
 
-    def put_back(self, copies: tuple[torch.Tensor, ...]) -> None:
+    def put_back(self, copies: tuple[Tensor, ...]) -> None:
         """Restore the states from copies."""
         for tensor, copy in zip(self._tensors(), copies, strict=True):
             tensor.copy_(copy)
@@ -68,7 +69,7 @@ class StateRunner:
         """Shapes of the tensors that `of_row` returns."""
         return [moved_shape(spec) for spec in self.group.specs]
 
-    def of_row(self, row: int, position: int) -> list[torch.Tensor]:
+    def of_row(self, row: int, position: int) -> list[Tensor]:
         """Copies of a row's states at `position`: each call's state, or a convolution's last inputs.
 
         All tokens before `position` must be in the states. The tensors do not depend on K. Never waits for the device.
@@ -81,7 +82,7 @@ class StateRunner:
                 found.append(_stored(state)[slot].clone())
         return found
 
-    def put_row(self, row: int, position: int, given: Sequence[torch.Tensor]) -> None:
+    def put_row(self, row: int, position: int, given: Sequence[Tensor]) -> None:
         """Write the tensors of `of_row`, on any device, into a row of this engine."""
         slot = int(slots_of_rows(np.array(row)))
         for spec, state, own in zip(self.group.specs, self.states, given, strict=True):
@@ -90,7 +91,7 @@ class StateRunner:
             else:
                 _stored(state)[slot].copy_(own)
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]
 
     def over(self, rows: StateRows) -> StatesOver:
@@ -106,7 +107,7 @@ class StateRunner:
     def noted(note: Note) -> Recur:
         """Report every call to `note` with uninitialised memory for its output, to be computed later."""
 
-        def noted(name: str, call: int, *inputs: Any) -> torch.Tensor:
+        def noted(name: str, call: int, *inputs: Any) -> Tensor:
             out = empty_output(name, inputs)
             note(name, call, inputs, out)
             return out
@@ -120,12 +121,12 @@ class StateRunner:
         return _zeros
 
 
-def _stored(state: CallState) -> torch.Tensor:
+def _stored(state: CallState) -> Tensor:
     assert not isinstance(state, ConvState), "a convolution has inputs alone"
     return state.state
 
 
-def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> torch.Tensor:
+def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> Tensor:
     """Ring indices of a convolution's inputs before `position`, on the device; those below 0 are never read."""
     ring = state.ring
     return torch.arange(position - spec.width + 1, position, device=ring.device) % ring.shape[1]
@@ -138,10 +139,10 @@ class StatesOver:
     runner: StateRunner
     rows: StateRows
 
-    def __call__(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
+    def __call__(self, name: str, call: int, *inputs: Any) -> Tensor:
         kept = self.runner.states[call]
         own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
-        out: torch.Tensor = getattr(self.runner.functions, name)(*inputs, *own, self.rows)
+        out: Tensor = getattr(self.runner.functions, name)(*inputs, *own, self.rows)
         return out
 
 
@@ -154,18 +155,18 @@ OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
 """For each recurrence the index of the input with its output's shape, and the output's dtype if it differs."""
 
 
-def empty_output(name: str, inputs: tuple[Any, ...]) -> torch.Tensor:
+def empty_output(name: str, inputs: tuple[Any, ...]) -> Tensor:
     """Memory for the output of a call of this name."""
     place, dtype = OUTPUTS[name]
-    like: torch.Tensor = inputs[place]
+    like: Tensor = inputs[place]
     return like.new_empty(like.shape, dtype=dtype)
 
 
-def _zeros(name: str, call: int, *inputs: Any) -> torch.Tensor:
+def _zeros(name: str, call: int, *inputs: Any) -> Tensor:
     return empty_output(name, inputs).zero_()
 
 
-Note = Callable[[str, int, tuple[Any, ...], torch.Tensor], None]
+Note = Callable[[str, int, tuple[Any, ...], Tensor], None]
 """Receives a call: its name, its number, its inputs, and memory for its output."""
 
 
@@ -177,7 +178,7 @@ class StateSection(ExtraSection):
         super().__init__(StateArrays, "states", name, shared)
         self._most_replayed = most_replayed
 
-    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, torch.Tensor]) -> StateRows | None:
+    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, Tensor]) -> StateRows | None:
         own = metadata.host.extra(StateIndex)
         if own is None:
             return None

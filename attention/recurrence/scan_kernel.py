@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.recurrence.kernel_rows import check_launch, facts_of_row, inner_rows, zero_padding
@@ -98,9 +99,9 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 
 
 def selective_scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-    state: torch.Tensor, ring: ScanRing, rows: StateRows,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    state: Tensor, ring: ScanRing, rows: StateRows,
+) -> Tensor:  # fmt: skip
     """The outputs of Mamba1's scan, [T, C] in float32; `state` and `ring` are written.
 
     Per token and channel: S = S exp(dt A) + dt x B; y = S · C + D x.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from attention.recurrence.chunks_kernel import launch_chunks
 from attention.recurrence.kernel_rows import TOKENS_OF_SHORT_ROWS, Inputs, check_launch, inner_rows
@@ -12,9 +13,9 @@ from attention.recurrence.tokens_kernel import launch_tokens
 
 
 def ssd_scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
-    state: torch.Tensor, ring: ScanRing, rows: StateRows,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    state: Tensor, ring: ScanRing, rows: StateRows,
+) -> Tensor:  # fmt: skip
     """The outputs of Mamba2's scan, [T, H, P] in float32; `state` and `ring` are written.
 
     Per token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x. Short rows are read token by token, in one launch, longer ones

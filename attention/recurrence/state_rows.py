@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from attention.cached import cached_property
 from attention.recurrence.index import StateArrays
@@ -14,7 +15,7 @@ _SHORT = 16
 
 
 @dataclass(frozen=True)
-class StateRows(StateArrays[torch.Tensor]):
+class StateRows(StateArrays[Tensor]):
     """The rows of one launch on the device: `StateArrays` and their tokens.
 
     Attributes:
@@ -22,12 +23,12 @@ class StateRows(StateArrays[torch.Tensor]):
         max_query_len, max_replay: most tokens and most replayed inputs of a row, or more: they may shape a launch.
     """
 
-    query_start_loc: torch.Tensor = field(kw_only=True)
+    query_start_loc: Tensor = field(kw_only=True)
     max_query_len: int = field(kw_only=True)
     max_replay: int = field(kw_only=True)
 
     @property
-    def arrays(self) -> tuple[torch.Tensor, ...]:
+    def arrays(self) -> tuple[Tensor, ...]:
         """What kernels read of the rows, in the order of their arguments."""
         return self.query_start_loc, self.slots, self.start, self.replay, self.num_new
 
@@ -49,7 +50,7 @@ class StateRows(StateArrays[torch.Tensor]):
         return padded(self, members, replay, counts, self.num_new)
 
     @cached_property
-    def fresh(self) -> torch.Tensor:
+    def fresh(self) -> Tensor:
         """[B] bool, rows that begin with zeros."""
         return self.start == self.replay
 
@@ -65,19 +66,19 @@ class Padded:
         ring_position, token_position: the positions of both.
     """
 
-    members: torch.Tensor
+    members: Tensor
     length: int
-    token_row: torch.Tensor
-    token_column: torch.Tensor
-    tokens: torch.Tensor
-    token_position: torch.Tensor
-    token_slot: torch.Tensor
-    ring_row: torch.Tensor
-    ring_column: torch.Tensor
-    ring_slot: torch.Tensor
-    ring_position: torch.Tensor
+    token_row: Tensor
+    token_column: Tensor
+    tokens: Tensor
+    token_position: Tensor
+    token_slot: Tensor
+    ring_row: Tensor
+    ring_column: Tensor
+    ring_slot: Tensor
+    ring_position: Tensor
 
-    def gathered(self, x: torch.Tensor, ring: torch.Tensor | None = None) -> torch.Tensor:
+    def gathered(self, x: Tensor, ring: Tensor | None = None) -> Tensor:
         """x [T, …] of the launch and ring [slots, R, …] -> [B', L, …] float32, zeros where a row has no more."""
         out = x.new_zeros((len(self.members), self.length, *x.shape[1:]), dtype=torch.float32)
         out[self.token_row, self.token_column] = x[self.tokens].float()
@@ -86,18 +87,16 @@ class Padded:
             out[self.ring_row, self.ring_column] = kept.float()
         return out
 
-    def scatter(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def scatter(self, values: Tensor, out: Tensor) -> None:
         """values [B', L, …] of the launch's tokens into out [T, …]."""
         out[self.tokens] = values[self.token_row, self.token_column].to(out.dtype)
 
-    def keep(self, x: torch.Tensor, ring: torch.Tensor) -> None:
+    def keep(self, x: Tensor, ring: Tensor) -> None:
         """Write the launch's tokens x [T, …] into the ring [slots, R, …]."""
         ring[self.token_slot, self.token_position % ring.shape[1]] = x[self.tokens].to(ring.dtype)
 
 
-def padded(
-    rows: StateRows, members: torch.Tensor, replay: torch.Tensor, count: torch.Tensor, first: torch.Tensor | None = None
-) -> Padded:
+def padded(rows: StateRows, members: Tensor, replay: Tensor, count: Tensor, first: Tensor | None = None) -> Padded:
     """For these rows, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from `first` [B] on.
 
     Reads lengths on the host, which waits for a GPU, as only an oracle may.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from attention.recurrence.index import FoldRule, conv_ring_size
 
@@ -157,7 +158,7 @@ class StateGroup:
 class ConvState:
     """A convolution's inputs by position, ring [slots, R, C] in the model's dtype."""
 
-    ring: torch.Tensor
+    ring: Tensor
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,10 @@ class DeltaRing:
     """Inputs of the gated delta rule: k [slots, R, Hk, Dk], v [slots, R, Hv, Dv] in the model's dtype; g [slots, R, Hv]
     or [slots, R, Hv, Dk] and beta [slots, R, Hv] float32."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
 
 
 @dataclass(frozen=True)
@@ -176,27 +177,27 @@ class ScanRing:
     """Inputs of a scan: Mamba2's x [slots, R, H, P], B [slots, R, G, N], dt [slots, R, H]; Mamba1's x [slots, R, C], B
     [slots, R, N], dt [slots, R, C]. x and B in the model's dtype, dt float32."""
 
-    x: torch.Tensor
-    B: torch.Tensor
-    dt: torch.Tensor
+    x: Tensor
+    B: Tensor
+    dt: Tensor
 
 
 @dataclass(frozen=True)
 class RecurrentState:
     """A state, float32 [slots, Hv, Dv, Dk], [slots, H, P, N] or [slots, C, N], and the ring of its inputs."""
 
-    state: torch.Tensor
+    state: Tensor
     ring: DeltaRing | ScanRing
 
 
 CallState = ConvState | RecurrentState
 
 
-def tensors_of(state: CallState) -> list[torch.Tensor]:
+def tensors_of(state: CallState) -> list[Tensor]:
     """Every tensor of a call's state, including its ring."""
     found = []
     for value in vars(state).values():
-        found += [value] if isinstance(value, torch.Tensor) else list(vars(value).values())
+        found += [value] if isinstance(value, Tensor) else list(vars(value).values())
     return found
 
 

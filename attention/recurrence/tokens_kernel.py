@@ -17,9 +17,9 @@ ring of inputs in place of a state for every draft: see `attention/recurrence/ke
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
 from attention.recurrence.kernel_rows import Inputs, StateTiling, facts_of_row, state_tiling, times, zero_padding
@@ -162,7 +162,7 @@ def launch_tokens(call: Inputs, most_tokens: int, tiling: StateTiling | None = N
     _, heads, dim_v = call.v.shape
     rows = len(call.rows.slots)
     tiles = state_tiling(heads * rows, dim_v, call.k.shape[2]) if tiling is None else tiling
-    skip: torch.Tensor = call.v if call.skip is None else call.skip
+    skip: Tensor = call.v if call.skip is None else call.skip
     _tokens_kernel[(triton.cdiv(dim_v, tiles.block), heads, rows + 1)](
         *call.tensors, skip, call.out, call.state, *call.ring, *call.rows.arrays, call.scale, len(call.v), most_tokens,
         least_inputs, *call.strides, PIECE=tiles.piece, BLOCK_DV=tiles.block, VECTOR_GATE=call.g.dim() == 3,

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.cached import cached_property
@@ -168,7 +169,7 @@ class Bound:
     """A region of this process, and its bytes [num_blocks, block_bytes], a view."""
 
     region: Region
-    bytes: torch.Tensor
+    bytes: Tensor
 
 
 def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
@@ -189,7 +190,7 @@ def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int 
     return tuple(found)
 
 
-def _bound(name: str, group: str, tensor: torch.Tensor, layer: LayerKV, head0: int, page_size: int) -> Bound:
+def _bound(name: str, group: str, tensor: Tensor, layer: LayerKV, head0: int, page_size: int) -> Bound:
     heads, head_dim = tensor.shape[layer.slot_and_head[1]], tensor.shape[3]
     if not tensor[0].is_contiguous():
         raise HandoffMismatchError(f"region {name}: a page's bytes do not lie together")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from attention.errors import TransferError, TransferTimeoutError
 from attention.transport.region_tables import Bound, CopyRange, EngineTable, RankTable
@@ -123,7 +124,7 @@ class Granting:
                 return f"blocks of group {group} were asked for that are not of lease {lease}"
         return ""
 
-    def piece(self, blocks: Blocks, place: int, offset: int, length: int) -> torch.Tensor:
+    def piece(self, blocks: Blocks, place: int, offset: int, length: int) -> Tensor:
         """[n, length] uint8, bytes of some blocks of the region at this place."""
         bound = self._bounds[place]
         numbers = blocks[bound.region.group]
@@ -205,7 +206,7 @@ class LocalRead:
         self.source.copy(self.bounds, self.plan)
 
 
-def put(blocks: torch.Tensor, numbers: Sequence[int], segment: CopyRange, piece: torch.Tensor) -> None:
+def put(blocks: Tensor, numbers: Sequence[int], segment: CopyRange, piece: Tensor) -> None:
     """Write [n, length] bytes to their place in some blocks of a local region."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
     start = segment.local_offset
@@ -213,7 +214,7 @@ def put(blocks: torch.Tensor, numbers: Sequence[int], segment: CopyRange, piece:
     place.index_copy_(0, index, piece.to(blocks.device).view(place.dtype))
 
 
-def _wide(blocks: torch.Tensor) -> torch.Tensor:
+def _wide(blocks: Tensor) -> Tensor:
     """A view of bytes as int64 where alignment allows, which torch copies several times faster; else the bytes."""
     lies = (blocks.data_ptr(), blocks.storage_offset(), blocks.stride(0), blocks.shape[1])
     return blocks.view(torch.int64) if not any(n % 8 for n in lies) else blocks

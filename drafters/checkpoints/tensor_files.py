@@ -18,6 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session, validate_repo_id
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from drafters.errors import HeadLoadError
 
@@ -173,7 +174,7 @@ class CheckpointFolder:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
-    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Load tensors on CPU in their stored dtype; every file is opened once.
 
         Raises:
@@ -184,7 +185,7 @@ class CheckpointFolder:
             if name not in self.tensors:
                 raise HeadLoadError(f"{self.path} has no tensor {name}")
             by_file.setdefault(self.tensors[name].file, []).append(name)
-        loaded: dict[str, torch.Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         for file, wanted in by_file.items():
             loaded |= _load_file(file, wanted)
         return loaded
@@ -286,7 +287,7 @@ def _likely_cause(file: Path) -> str:
     return f". It has {size:,} bytes and is cut off or damaged: download it anew" if header < _LONGEST_HEADER else ""
 
 
-def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
+def _load_file(file: Path, names: list[str]) -> dict[str, Tensor]:
     if file.suffix == _BIN:
         weights = _unpickle(file)
         return {name: weights[name] for name in names}
@@ -297,7 +298,7 @@ def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
         raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
 
 
-def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
+def _unpickle(file: Path, mmap: bool = False) -> dict[str, Tensor]:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
@@ -309,13 +310,13 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error
     if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(t, torch.Tensor) for name, t in weights.items()
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in weights.items()
     ):
         raise HeadLoadError(f"{file} must hold a plain dictionary of tensors")
     return weights
 
 
-def filled(head: H, weights: Mapping[str, torch.Tensor]) -> H:
+def filled(head: H, weights: Mapping[str, Tensor]) -> H:
     """A head whose parameters are these tensors from now on, ready for inference.
 
     Raises:
@@ -328,7 +329,7 @@ def filled(head: H, weights: Mapping[str, torch.Tensor]) -> H:
     return head.eval().requires_grad_(False)
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write model.safetensors, whole or not at all; last of a folder's files, as a folder with weights is complete.
 
     tensors: contiguous, and no two that share memory.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
@@ -52,7 +53,7 @@ class _Opened:
         """Shapes of all tensors, by parameter."""
         return {parameter: self.folder.tensors[full].shape for parameter, full in self.names.items()}
 
-    def load(self) -> dict[str, torch.Tensor]:
+    def load(self) -> dict[str, Tensor]:
         """All tensors, by parameter."""
         stored = self.folder.load(self.names.values())
         return {parameter: stored[full] for parameter, full in self.names.items()}
@@ -125,7 +126,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     return folder
 
 
-def _deep_norms(weights: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _deep_norms(weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`."""
     return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
 
@@ -220,7 +221,7 @@ def _check_shapes(opened: _Opened, target: TargetFacts) -> None:
     check_tensors(opened.shapes(), expected | {name: sizes[name] for name in _MAPS if name in needed | {*opened.names}})
 
 
-def _read_map(opened: _Opened, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def _read_map(opened: _Opened, weights: Mapping[str, Tensor]) -> Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None
@@ -231,7 +232,7 @@ def _read_map(opened: _Opened, weights: Mapping[str, torch.Tensor]) -> torch.Ten
     return d2t.long()
 
 
-def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None) -> Eagle3Head:
+def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: Tensor | None) -> Eagle3Head:
     """The head before its weights are loaded, sharing the target's tensors (a padded embedding is cut, not copied)."""
     embedding, lm_head = target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size]
     kind = Eagle1Head if isinstance(spec, Eagle1Spec) else Eagle3Head
@@ -279,7 +280,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     return plain.get(dtype, torch.float32)
 
 
-def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: torch.Tensor, seed: int) -> Eagle3Head:
+def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: Tensor, seed: int) -> Eagle3Head:
     """A head with random float32 weights on the target's device; its lm_head starts as the target's rows.
 
     counts: [V] how often the target wrote each token; the draft vocabulary is the most frequent Vd of them.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
@@ -108,7 +109,7 @@ def export_eagle3(
     return _write(_made(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
 
 
-def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dtype) -> bool:
+def shares_embedding(head: Eagle3Head, embedding: Tensor, stored: torch.dtype) -> bool:
     """Whether a head's own embedding is a copy of its target's, as the speculators layout has it.
 
     Args:
@@ -118,7 +119,7 @@ def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dt
     return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))
 
 
-def with_shared_embedding(head: Eagle3Head, embedding: torch.Tensor) -> Eagle3Head:
+def with_shared_embedding(head: Eagle3Head, embedding: Tensor) -> Eagle3Head:
     """The same head with its embedding replaced by the target's, [V, H]."""
     spec = replace(head.spec, own_embed=False)
     lm_head = head.lm_head.weight if head.target_lm_head is None else head.target_lm_head
@@ -177,7 +178,7 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
 """Combinations of fields that a layout cannot express, with the messages."""
 
 
-def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> dict[str, torch.Tensor]:
+def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> dict[str, Tensor]:
     shared = {"embed_tokens.weight": head.target_embedding, "lm_head.weight": head.target_lm_head}
     given = {name: t for name, t in shared.items() if t is not None} if with_target_tensors else {}
     # clone: safetensors refuses tensors that share memory, as a tied embedding and lm_head do.
@@ -258,7 +259,7 @@ def _made(folder: str | Path) -> Path:
     return path
 
 
-def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
+def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(folder, tensors)
     return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
@@ -18,7 +18,7 @@ from drafters.loops.head_passes import EaglePasses
 from drafters.rope import Rotary, rotate
 from drafters.vocab import check_offsets, identity_offsets, ids_of, offsets_of
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[Tensor, Tensor]
 
 
 class Eagle3Attention(nn.Module):
@@ -38,7 +38,7 @@ class Eagle3Attention(nn.Module):
         self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
-    def forward(self, y: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, y: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""
         query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
         key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
@@ -58,7 +58,7 @@ class Eagle3MLP(nn.Module):
         self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -80,12 +80,12 @@ class Eagle3Layer(nn.Module):
 
     def forward(
         self,
-        embedded: torch.Tensor,
-        hidden: torch.Tensor,
+        embedded: Tensor,
+        hidden: Tensor,
         cos_sin: CosSin,
         attend: Attend,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the selected rows [R] int64."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -107,9 +107,7 @@ class PlainLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.mlp = Eagle3MLP(spec)
 
-    def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """[T, H] -> [T, H], or [R, H] of the selected rows [R] int64."""
         residual = x if rows is None else x.index_select(0, rows)
         x = residual + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
@@ -123,16 +121,16 @@ class Eagle3Head(nn.Module):
     parameters, are not copied and do not appear in the state dict.
     """
 
-    target_embedding: torch.Tensor | None
-    target_lm_head: torch.Tensor | None
-    target_ids: torch.Tensor
+    target_embedding: Tensor | None
+    target_lm_head: Tensor | None
+    target_ids: Tensor
 
     def __init__(
         self,
         spec: Eagle3Spec,
-        target_embedding: torch.Tensor,
-        target_lm_head: torch.Tensor | None = None,
-        d2t: torch.Tensor | None = None,
+        target_embedding: Tensor,
+        target_lm_head: Tensor | None = None,
+        d2t: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Build a head with fresh float32 weights.
@@ -171,7 +169,7 @@ class Eagle3Head(nn.Module):
         other.load_state_dict(self.state_dict(), assign=True)
         return other.eval().requires_grad_(False)
 
-    def _share_target(self, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
+    def _share_target(self, embedding: Tensor, lm_head: Tensor | None) -> None:
         spec = self.spec
         if not spec.own_embed:
             check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
@@ -184,7 +182,7 @@ class Eagle3Head(nn.Module):
         shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
         self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
 
-    def _set_vocabulary(self, d2t: torch.Tensor | None, device: torch.device) -> None:
+    def _set_vocabulary(self, d2t: Tensor | None, device: torch.device) -> None:
         spec = self.spec
         if d2t is None and spec.draft_vocab_size != spec.vocab_size:
             raise InvalidInputError(
@@ -213,7 +211,7 @@ class Eagle3Head(nn.Module):
         if spec.own_lm_head:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 
-    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
         if not self._fuses:
             return aux_hidden_states
@@ -228,12 +226,12 @@ class Eagle3Head(nn.Module):
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
         attend: Attend,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """One pass over T rows.
 
         Args:
@@ -256,21 +254,21 @@ class Eagle3Head(nn.Module):
         return x
 
     def _first_layer(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, embedded: Tensor, hidden: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
         """embedded, hidden [T, H] -> [T, H], or [R, H] of some rows, what the further layers read."""
         return self.midlayer(embedded, hidden, cos_sin, attend, rows)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, Vd] draft logits."""
         weight = self.target_lm_head if self.target_lm_head is not None else self.lm_head.weight
         return F.linear(self.norm(x).to(weight.dtype), weight)
 
-    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+    def feedback(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
         return x if self.spec.feedback == "pre_norm" else self.norm(x)
 
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
         return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
 
@@ -298,12 +296,12 @@ class Eagle1Head(Eagle3Head):
         self.norm = nn.Identity()  # type: ignore[assignment]
 
     def _first_layer(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, embedded: Tensor, hidden: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
         return self.fc(torch.cat((embedded, hidden), dim=-1))  # embedding first
 
 
-def check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
+def check_shape(name: str, weight: Tensor, rows: int, columns: int) -> None:
     """Refuse a tensor of the target that does not fit the head. Raises HeadMismatchError, which names both shapes."""
     if tuple(weight.shape) != (rows, columns):
         raise HeadMismatchError(

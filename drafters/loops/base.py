@@ -14,17 +14,18 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner, PlannedBatch
 from attention.staging import A, Field, Staged, array
 
-Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+Choose = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 """Chooses draft tokens: (step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary,
 probabilities q [R, Vd], or None for a one-hot q)."""
 
-Greedy = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+Greedy = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 """Arg max: (draft logits [R, Vd], target ids [Vd] int64 of all draft ids or None where they are the same, out [R] int64
 of any stride, which gets the target ids) -> draft ids [R] int64."""
 
@@ -35,7 +36,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 class Attend(Protocol):
     """Attention as a head sees it; the callable's creator (paged cache, trainer, oracle) keeps K and V."""
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, Hq, Dk], key [T, Hkv, Dk] (both after RoPE), value [T, Hkv, Dv] -> [T, Hq, Dv].
 
         `layer` indexes the head's `attention_specs`; scale and window come from there.
@@ -52,12 +53,12 @@ class Draft:
         replaced: [R, n] bool, drafts that replaced the sampled ones that `probs` describes: their q is one-hot.
     """
 
-    token_ids: torch.Tensor
-    probs: torch.Tensor | None
-    replaced: torch.Tensor | None = None
+    token_ids: Tensor
+    probs: Tensor | None
+    replaced: Tensor | None = None
 
     @classmethod
-    def of(cls, token_ids: Sequence[torch.Tensor], probs: Sequence[torch.Tensor | None]) -> Draft:
+    def of(cls, token_ids: Sequence[Tensor], probs: Sequence[Tensor | None]) -> Draft:
         """Join the steps' ids [R] and probabilities [R, Vd]."""
         sampled = [p for p in probs if p is not None]
         return cls(torch.stack(list(token_ids), 1), torch.stack(sampled, 1) if sampled else None)
@@ -66,7 +67,7 @@ class Draft:
 def from_layer(attend: Attend, first_layer: int) -> Attend:
     """The attention of a head whose layer 0 is layer `first_layer` of its cache group."""
 
-    def own(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def own(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(first_layer + layer, query, key, value)
 
     return own
@@ -81,7 +82,7 @@ def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 
 def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
     """Attention of a draft prefill in several passes: pass m has layer m of the group. One pass has all layers."""
 
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return runner.attend(planned[layer % len(planned)], layer, query, key, value)
 
     return attend
@@ -179,10 +180,10 @@ class CarriesVectors(Protocol):
     def carried_shape(self) -> tuple[int, ...]:
         """(n, H)."""
 
-    def carried_by(self, request_row: int) -> torch.Tensor:
+    def carried_by(self, request_row: int) -> Tensor:
         """[n, H], a view of the vectors of the request in this row of the row table."""
 
-    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+    def carry(self, request_row: int, vectors: Tensor) -> None:
         """Store vectors [n, H] for the request in this row."""
 
 
@@ -238,7 +239,7 @@ class DraftLoop(Protocol[L, D]):
     def arrays(self, draft: DraftInput) -> L:
         """All numpy arrays of a round."""
 
-    def run(self, inputs: D, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
+    def run(self, inputs: D, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Launch the loop.
 
         Args:
@@ -284,9 +285,9 @@ class FixedPrefill:
     int64, the token row of each row's last accepted token. carried: None for a loop of one head.
     """
 
-    token_ids: torch.Tensor
-    last_row: torch.Tensor
-    carried: CarriedRows[torch.Tensor] | None = None
+    token_ids: Tensor
+    last_row: Tensor
+    carried: CarriedRows[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -296,8 +297,8 @@ class Chosen:
     ids: [R] int64 on the draft vocabulary; logits: [R, Vd].
     """
 
-    ids: torch.Tensor
-    logits: torch.Tensor
+    ids: Tensor
+    logits: Tensor
 
 
 class FixedSteps(Protocol):
@@ -318,13 +319,13 @@ class FixedLoop(Protocol):
     drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows possible.
     """
 
-    drafts: torch.Tensor
+    drafts: Tensor
 
     def steps(self, shape: FixedShape) -> FixedSteps:
         """The host arrays of the draft steps for this shape."""
 
     def prefill(
-        self, inputs: FixedPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+        self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """Run the draft prefill over a verification's token rows; writes draft 1 and the inputs of the steps.
 
@@ -336,9 +337,7 @@ class FixedLoop(Protocol):
     def step_width(self, index: int) -> int:
         """Tokens a row in step `index` (from 0)."""
 
-    def step(
-        self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
         """Run step `index` (from 0) for the first `rows` >= 2 rows: reads draft index+1, writes draft index+2.
 
         Args:
@@ -351,7 +350,7 @@ class GraphLoop(DraftLoop[L, D], Protocol[L, D]):
     """A draft loop that can run from CUDA graphs, which the executor captures."""
 
     def fixed_form(
-        self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+        self, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> FixedLoop:
         """The loop's fixed-shape form.
 

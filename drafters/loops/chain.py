@@ -12,6 +12,7 @@ from typing import Generic
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
@@ -62,7 +63,7 @@ def draft_arrays(draft: DraftInput, num_modules: int) -> DraftArrays:
 class DraftInputs:
     """`DraftArrays` on the device. request_rows: None of a chain."""
 
-    request_rows: torch.Tensor | None
+    request_rows: Tensor | None
     num_drafting: int
     passes: tuple[DevicePass, ...]
     steps: tuple[CommonAttentionMetadata, ...]
@@ -118,7 +119,7 @@ class ChainLoop:
     def arrays(self, draft: DraftInput) -> DraftArrays:
         return draft_arrays(draft, 1)
 
-    def run(self, inputs: DraftInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
+    def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Draft 1 comes from the draft prefill, drafts 2 … n from the head's own output.
 
         The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states; what
@@ -131,7 +132,7 @@ class ChainLoop:
         return run_steps(modules, runner, last, inputs, choose)
 
     def fixed_form(
-        self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+        self, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> FixedLoop:
         """See `GraphLoop.fixed_form`."""
         from drafters.loops.fixed_forms import FixedChain  # late: only rounds from graphs need it
@@ -153,19 +154,19 @@ class ModuleLoop:
         self._modules = modules[: self.num_modules]
         self.section = DraftSection(self.num_modules)
         self._max_requests = limits.rows
-        self._carried: torch.Tensor | None = None
+        self._carried: Tensor | None = None
 
     def arrays(self, draft: DraftInput) -> DraftArrays:
         return draft_arrays(draft, self.num_modules)
 
-    def run(self, inputs: DraftInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
+    def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         carried = self.carried(aux)
         last = run_prefill(self._modules, runner, aux, inputs.passes, carried[:, inputs.request_rows])
         carried[:, inputs.request_rows] = torch.stack(last)
         return run_steps(self._modules, runner, last, inputs, choose)
 
     def fixed_form(
-        self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+        self, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> FixedLoop:
         """See `GraphLoop.fixed_form`; it keeps its own vectors: an engine runs one form or the other."""
         from drafters.loops.fixed_forms import FixedModules
@@ -177,15 +178,15 @@ class ModuleLoop:
     def carried_shape(self) -> tuple[int, ...]:
         return (self.num_modules - 1, self._modules[0].hidden_size)
 
-    def carried_by(self, request_row: int) -> torch.Tensor:
+    def carried_by(self, request_row: int) -> Tensor:
         """[M-1, H]; the last module's output is not carried."""
         assert self._carried is not None, "no round has run yet"
         return self._carried[:-1, request_row]
 
-    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+    def carry(self, request_row: int, vectors: Tensor) -> None:
         self.carried(vectors)[:-1, request_row] = vectors
 
-    def carried(self, like: torch.Tensor) -> torch.Tensor:
+    def carried(self, like: Tensor) -> Tensor:
         """[M, requests, H] outputs of each request's last draft prefill, allocated at the first call."""
         if self._carried is None:
             self._carried = like.new_zeros(self.num_modules, self._max_requests, self._modules[0].hidden_size)
@@ -195,10 +196,10 @@ class ModuleLoop:
 def run_prefill(
     modules: Sequence[Head],
     runner: GroupRunner,
-    aux: torch.Tensor,
+    aux: Tensor,
     passes: Sequence[DevicePass],
-    carried: Sequence[torch.Tensor] | torch.Tensor,
-) -> list[torch.Tensor]:
+    carried: Sequence[Tensor] | Tensor,
+) -> list[Tensor]:
     """Run every module over its newly committed rows; overwrites the cache entries of earlier draft steps there.
 
     Args:
@@ -230,7 +231,7 @@ def run_prefill(
 def run_steps(
     modules: Sequence[Head],
     runner: GroupRunner,
-    last: Sequence[torch.Tensor],
+    last: Sequence[Tensor],
     inputs: DraftInputs,
     choose: Choose,
 ) -> Draft:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.loops.base import (
@@ -44,7 +45,7 @@ class _Fixed:
         self,
         passes: Sequence[HeadPasses],
         runner: GroupRunner,
-        aux: torch.Tensor,
+        aux: Tensor,
         greedy: Greedy,
         rows: int,
         num_drafts: int,
@@ -63,7 +64,7 @@ class _Fixed:
     def step_width(self, index: int) -> int:
         return step_width(index + 1, len(self._passes))
 
-    def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
+    def _choose(self, logits: Tensor, draft: int) -> Chosen:
         """Runs outside compiled code, which would rewrite the whole buffer of drafts for one of its columns."""
         return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
 
@@ -78,7 +79,7 @@ class FixedChain(_Fixed):
         self,
         passes: HeadPasses,
         runner: GroupRunner,
-        aux: torch.Tensor,
+        aux: Tensor,
         limits: LoopSize,
         greedy: Greedy,
         compiler: Compile,
@@ -92,7 +93,7 @@ class FixedChain(_Fixed):
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
 
     def prefill(
-        self, inputs: FixedPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+        self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """See `FixedLoop.prefill`; it has one pass."""
         run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
@@ -103,9 +104,7 @@ class FixedChain(_Fixed):
         self.hidden[: len(x)].copy_(x)
         return self._choose(logits, 0)
 
-    def step(
-        self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
         """See `FixedLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(paged_attend(self._runner, planned)):
@@ -125,7 +124,7 @@ class FixedModules(_Fixed):
         self,
         passes: Sequence[HeadPasses],
         runner: GroupRunner,
-        aux: torch.Tensor,
+        aux: Tensor,
         limits: LoopSize,
         greedy: Greedy,
         compiler: Compile,
@@ -142,15 +141,15 @@ class FixedModules(_Fixed):
     def carried_shape(self) -> tuple[int, ...]:
         return (self.carried.shape[0], self.carried.shape[2])
 
-    def carried_by(self, request_row: int) -> torch.Tensor:
+    def carried_by(self, request_row: int) -> Tensor:
         """[M-1, H]."""
         return self.carried[:, request_row]
 
-    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+    def carry(self, request_row: int, vectors: Tensor) -> None:
         self.carried[:, request_row] = vectors
 
     def prefill(
-        self, inputs: FixedPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+        self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         assert inputs.carried is not None
         rows, tokens, own = len(inputs.last_row), inputs.token_ids, inputs.carried
@@ -168,9 +167,7 @@ class FixedModules(_Fixed):
         # A clone: compiled code would be recompiled for a view of the buffer, see `_flat`.
         return self._choose(modules[0].logits(hidden[0].clone()), 0)
 
-    def step(
-        self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
         """See `FixedLoop.step`: outputs [rows·w, H]."""
         step, num_modules = index + 1, len(self._passes)
         m, width = step % num_modules, step_width(step, num_modules)
@@ -196,7 +193,7 @@ class _Compiled:
         self.logits = compiled(passes.logits)
 
 
-def _row_by_row(first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def _row_by_row(first: Tensor, others: Tensor) -> Tensor:
     """Join first [R, H] and others [R, n, H] by row -> [R·(n+1), H]."""
     rows, count, size = others.shape
     joined = first.new_empty(rows * (count + 1), size)  # in the final shape, so that the result is no view, see `_flat`
@@ -204,7 +201,7 @@ def _row_by_row(first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return joined
 
 
-def _flat(values: torch.Tensor, *shape: int) -> torch.Tensor:
+def _flat(values: Tensor, *shape: int) -> Tensor:
     """A contiguous copy in another shape, because compiled code would be recompiled for every kind of view."""
     copied = values.new_empty(shape)
     copied.view(values.shape).copy_(values)

@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from drafters.base import Head
 from drafters.loops.base import Attend
 
-Passed = tuple[torch.Tensor, torch.Tensor]
+Passed = tuple[Tensor, Tensor]
 """Block outputs [R, H], draft logits [R, Vd]."""
 
 
@@ -31,35 +32,33 @@ class HeadPasses:
         """A context in which `attend` computes the passes' attention."""
         return self.channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
 
-    def prefill(
-        self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
-    ) -> Passed:
+    def prefill(self, aux: Tensor, token_ids: Tensor, positions: Tensor, last_row: Tensor) -> Passed:
         """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> outputs and logits of the last rows."""
         return self._with_logits(self.over_target(aux, token_ids, positions).index_select(0, last_row))
 
-    def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
+    def step(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Passed:
         """x [R, H] of the previous step, token_ids, positions [R] -> outputs and logits."""
         return self._with_logits(self.over_head(x, token_ids, positions))
 
-    def over_target(self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def over_target(self, aux: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The target's states [T, A·Ht], token_ids, positions [T] -> outputs [T, H]."""
         return self._forward(token_ids, self.head.fuse(aux), positions)
 
-    def over_head(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def over_head(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Outputs [T, H] of the head `before`, token_ids, positions [T] -> outputs [T, H]."""
         return self._forward(token_ids, self.before.feedback(x), positions)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Outputs [R, H] -> draft logits [R, Vd]."""
         return self.head.logits(x)
 
-    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         return self.head.forward(token_ids, hidden, positions, self._attend)
 
-    def _with_logits(self, x: torch.Tensor) -> Passed:
+    def _with_logits(self, x: Tensor) -> Passed:
         return x, self.logits(x)
 
-    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return opaque_attend(query, key, value, None, self.channel.number, layer)
 
 
@@ -68,12 +67,12 @@ class RowSelecting(Head, Protocol):
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
         attend: Attend,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """As `Head.forward`; rows: [R] int64, the rows to compute outputs for -> [R, H]."""
 
 
@@ -83,9 +82,7 @@ class EaglePasses(HeadPasses):
     can_compile = True
     head: RowSelecting
 
-    def prefill(
-        self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
-    ) -> Passed:
+    def prefill(self, aux: Tensor, token_ids: Tensor, positions: Tensor, last_row: Tensor) -> Passed:
         """See `HeadPasses.prefill`; of rows other than the last ones only keys and values are computed."""
         hidden = self.head.fuse(aux)
         return self._with_logits(self.head.forward(token_ids, hidden, positions, self._attend, rows=last_row))
@@ -97,7 +94,7 @@ class BlockHead(Head, Protocol):
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
         """A context in which `attend` computes the block's attention."""
 
-    def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def run_block(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """`forward` inside `attending`; can be compiled."""
 
 
@@ -110,11 +107,11 @@ class MtpPasses(HeadPasses):
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
         return self.head.attending(attend)
 
-    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         return self.head.run_block(token_ids, hidden, positions)
 
 
-def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
+def target_ids_of(head: Head, device: torch.device) -> Tensor | None:
     """Target ids of all of a head's draft ids [Vd] int64; None where both are the same."""
     ids = torch.arange(head.draft_vocab_size, device=device)
     target_ids = head.to_target_ids(ids)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -106,7 +106,7 @@ class HostPass(PassRows[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class DevicePass(PassRows[torch.Tensor]):
+class DevicePass(PassRows[Tensor]):
     """The pass on the device. metadata: its attention; the drafting rows come first."""
 
     metadata: CommonAttentionMetadata = field(kw_only=True)

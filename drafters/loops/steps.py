@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.fixed import LiveBatch, covering, write_pages
 from attention.batch.host import HostBatch, offsets_within, slots_at
@@ -210,7 +211,7 @@ class StepSection:
         """Attention metadata of every step."""
         if not batches:
             return ()
-        whole: BatchArrays[torch.Tensor] = self.arrays.of(staged.views)
+        whole: BatchArrays[Tensor] = self.arrays.of(staged.views)
         per_step = [getattr(whole, name).unbind(0) for name in _PER_STEP]
         lens = [len(batch.positions) for batch in batches]
         tokens = (whole.slot_mapping.split(lens), whole.positions.split(lens))

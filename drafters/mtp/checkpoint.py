@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, layout_of_folder
@@ -123,7 +124,7 @@ def _start(names: Mapping[str, str]) -> str:
     return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
 
-def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
+def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, Tensor]:
     """A module's tensors under the names that DeepSeek checkpoints use for layer N + k, without shared tensors.
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
@@ -237,7 +238,7 @@ def _load_module(
 
 def _spec(
     form: MtpFormat,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     convention: MtpConvention,
     mixers: tuple[str, ...],
     attention: str,
@@ -258,7 +259,7 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
 
 
-def _check_shared(folder: CheckpointFolder, name: str, shared: torch.Tensor, what: str) -> None:
+def _check_shared(folder: CheckpointFolder, name: str, shared: Tensor, what: str) -> None:
     """Compare the first rows of a duplicate with the target's tensor that is used instead of it."""
     info = folder.tensors[name]
     if info.shape[1] != shared.shape[1]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from drafters.base import Head
 from drafters.errors import HeadLoadError
@@ -35,12 +36,12 @@ class CheckedModule(Head, Protocol):
     """The parts of a module that its input convention concerns; copies of it are run with the other convention."""
 
     spec: MtpSpec
-    target_lm_head: torch.Tensor
+    target_lm_head: Tensor
 
-    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+    def whole_logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, V] logits of all the target's tokens, whatever it drafts on."""
 
-    def target_choice(self, states: torch.Tensor) -> torch.Tensor:
+    def target_choice(self, states: Tensor) -> Tensor:
         """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
 
 
@@ -73,9 +74,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_conventions(
-    modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
-) -> tuple[Comparison, ...]:
+def compare_conventions(modules: Modules, token_ids: Tensor, states: Tensor, num_drafts: int) -> tuple[Comparison, ...]:
     """Judge the order of the projection and, if K (`num_drafts`) is two or more, the feedback.
 
     A comparison is omitted if both conventions coincide (no final norm), if drafts are never fed back, or if the check
@@ -106,7 +105,7 @@ def compare_conventions(
     return tuple(found)
 
 
-def check_convention(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+def check_convention(modules: Modules, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
     """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`.
 
     Raises:
@@ -129,7 +128,7 @@ def _with_convention(modules: Modules, changes: Mapping[str, Any]) -> Modules:
     return others
 
 
-def _nats(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, drafts: range) -> torch.Tensor:
+def _nats(modules: Modules, token_ids: Tensor, states: Tensor, drafts: range) -> Tensor:
     """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
     wanted, last = modules[0].target_choice(states), drafts[-1]
     run = (
@@ -145,9 +144,9 @@ def _nats(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor, draft
     return torch.stack(nats).mean(0)
 
 
-def _chain(modules: Modules, token_ids: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
+def _chain(modules: Modules, token_ids: Tensor, states: Tensor) -> list[Tensor]:
     """Outputs [T, H] of each module, over the whole text and the output of the one before."""
-    hidden, positions, outputs = states, torch.arange(len(token_ids), device=token_ids.device), list[torch.Tensor]()
+    hidden, positions, outputs = states, torch.arange(len(token_ids), device=token_ids.device), list[Tensor]()
     for m, module in enumerate(modules):
         attend = TttAttend(module.attention_specs, 1, len(token_ids))
         outputs.append(module.forward(shift_left(token_ids[None], m + 1)[0], hidden, positions, attend))

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.hf.port import AttentionPort
@@ -43,10 +43,10 @@ from drafters.vocab import check_offsets, offsets_of
 class MtpHead(nn.Module):
     """One module: a `drafters.base.Head` that `HasInputConvention`. The target's embedding and lm_head are shared."""
 
-    target_embedding: torch.Tensor
-    target_lm_head: torch.Tensor
-    target_ids: torch.Tensor | None
-    draft_rows: torch.Tensor | None
+    target_embedding: Tensor
+    target_lm_head: Tensor
+    target_ids: Tensor | None
+    draft_rows: Tensor | None
 
     def __init__(self, spec: MtpSpec, target: MtpTarget, device: torch.device | None = None) -> None:
         """Build a module whose weights are still to be loaded.
@@ -108,7 +108,7 @@ class MtpHead(nn.Module):
             )
         return tuple(calls)
 
-    def _call(self, attention: nn.Module, x: torch.Tensor, arguments: dict[str, Any]) -> None:
+    def _call(self, attention: nn.Module, x: Tensor, arguments: dict[str, Any]) -> None:
         try:
             attention(x, **arguments)
         except TypeError as error:
@@ -117,12 +117,12 @@ class MtpHead(nn.Module):
                 f"gives it {', '.join(arguments)}: {error}"
             ) from error
 
-    def _layer_arguments(self, rows: int, like: torch.Tensor) -> dict[str, Any]:
+    def _layer_arguments(self, rows: int, like: Tensor) -> dict[str, Any]:
         positions = torch.arange(rows, device=self.target_embedding.device)[None]
         made = self._arguments(self.target_embedding.new_zeros(1, rows, 1), positions)
         return {name: _moved(value, like.device) for name, value in made.items()}
 
-    def _arguments(self, x: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    def _arguments(self, x: Tensor, positions: Tensor) -> dict[str, Any]:
         """Arguments of the blocks' call for x [1, T, H] at positions [1, T].
 
         A rotary module of several sections (text, height, width; Qwen3.5) takes positions [3, 1, T], for text three
@@ -135,13 +135,11 @@ class MtpHead(nn.Module):
         kind = (self.spec.attention,) if self._rotary_by_kind else ()
         return arguments | {"position_embeddings": self.rotary(x, rotated, *kind)}
 
-    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, H] target states after the final norm: taken as they are."""
         return aux_hidden_states
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass over T rows.
 
         Args:
@@ -160,7 +158,7 @@ class MtpHead(nn.Module):
         """Serve the blocks' attention with `attend` inside a block."""
         return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
 
-    def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def run_block(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """`forward` without its attention, which must be served (`attending`) meanwhile; can be compiled."""
         embedded = self.enorm(F.embedding(token_ids, self.target_embedding).to(hidden.dtype))
         state = self.hnorm(hidden)
@@ -172,34 +170,34 @@ class MtpHead(nn.Module):
             x = out[0] if isinstance(out, tuple) else out
         return x[0]
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, Vd] logits of the target's lm_head, or of the rows of it that are drafted on."""
         return self._read(x, self.target_lm_head if self.draft_rows is None else self.draft_rows)
 
-    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+    def whole_logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, V] logits of all the target's tokens."""
         return self._read(x, self.target_lm_head)
 
-    def _read(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _read(self, x: Tensor, rows: Tensor) -> Tensor:
         return F.linear(self.norm(x).to(rows.dtype), rows)
 
-    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+    def feedback(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
         return self.norm(x) if self.spec.feedback == "post_norm" else x
 
-    def target_choice(self, states: torch.Tensor) -> torch.Tensor:
+    def target_choice(self, states: Tensor) -> Tensor:
         """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
         return F.linear(states.to(self.target_lm_head.dtype), self.target_lm_head).argmax(-1)
 
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids are target ids, but where only some tokens are drafted on (`draft_on`)."""
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
 
-    def draft_on(self, target_ids: torch.Tensor) -> None:
+    def draft_on(self, target_ids: Tensor) -> None:
         """See `drafters.base.DraftsOnSome`."""
         _draft_on((self,), target_ids)
 
-    def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
+    def renew_draft_rows(self, lm_head: Tensor) -> None:
         """See `drafters.base.DraftsOnSome`."""
         if self.target_ids is not None and self.draft_rows is not None:
             with torch.no_grad():
@@ -214,11 +212,11 @@ class MtpHead(nn.Module):
         """A chain: the module is fed its own output."""
         return ChainLoop(self, lambda: MtpPasses(self))
 
-    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+    def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
         check_convention(self.mtp_modules, token_ids, states, num_drafts)
 
 
-def _draft_on(modules: Sequence[MtpHead], target_ids: torch.Tensor) -> None:
+def _draft_on(modules: Sequence[MtpHead], target_ids: Tensor) -> None:
     """Modules of one target draft on some of its tokens, by one copy of these rows of its lm_head.
 
     Source: FR-Spec, arXiv 2502.14856, section 3 (drafts on the most frequent tokens, verified on all).
@@ -272,39 +270,37 @@ class MtpStack(nn.Module):
         """The module that makes draft step+1."""
         return self.heads[step % len(self.heads)]  # type: ignore[return-value]
 
-    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, H] target states after the final norm: taken as they are."""
         return aux_hidden_states
 
-    def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The first module's pass; see `MtpHead.forward`."""
         return self.module(0).forward(token_ids, hidden, positions, attend)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """The first module's logits."""
         return self.module(0).logits(x)
 
-    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+    def feedback(self, x: Tensor) -> Tensor:
         """The first module's feedback."""
         return self.module(0).feedback(x)
 
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """The modules' map, which is one."""
         return self.module(0).to_target_ids(draft_ids)
 
-    def draft_on(self, target_ids: torch.Tensor) -> None:
+    def draft_on(self, target_ids: Tensor) -> None:
         """See `drafters.base.DraftsOnSome`; the modules share one copy."""
         _draft_on(self.mtp_modules, target_ids)
         self.draft_vocab_size = len(target_ids)
 
     @property
-    def draft_rows(self) -> torch.Tensor | None:
+    def draft_rows(self) -> Tensor | None:
         """Shared by all modules, see `MtpHead`."""
         return self.module(0).draft_rows
 
-    def renew_draft_rows(self, lm_head: torch.Tensor) -> None:
+    def renew_draft_rows(self, lm_head: Tensor) -> None:
         """See `drafters.base.DraftsOnSome`."""
         self.module(0).renew_draft_rows(lm_head)
 
@@ -317,5 +313,5 @@ class MtpStack(nn.Module):
         """A loop over the modules in turn, at most one per draft; for one draft, the chain of the first."""
         return ModuleLoop(self.mtp_modules, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
 
-    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+    def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
         check_convention(self.mtp_modules, token_ids, states, num_drafts)

@@ -7,8 +7,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.weights import dense_weight
@@ -64,8 +63,8 @@ class MtpTarget:
     norm_eps: float
     rotary: nn.Module | None
     num_layers: int
-    embedding: torch.Tensor
-    lm_head: torch.Tensor
+    embedding: Tensor
+    lm_head: Tensor
 
     def __post_init__(self) -> None:
         """Raises HeadMismatchError when the lm_head does not read the target's states."""
@@ -111,7 +110,7 @@ def _takes_positions(layer: nn.Module) -> bool:
     return any("position_embeddings" in inspect.signature(m.forward).parameters for m in modules if m is not None)
 
 
-def _readable(module: Any, what: str) -> torch.Tensor:
+def _readable(module: Any, what: str) -> Tensor:
     """The weight of an embedding, of a quantised one a copy in floating point.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.errors import InvalidInputError
 
@@ -101,7 +102,7 @@ class AnswerSet:
         offsets = np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths)
         return offsets >= np.repeat(self.answer_starts, self.lengths)
 
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
+    def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token occurs in the answers: [V] int64, for `drafters.vocab.most_frequent`."""
         return torch.from_numpy(np.bincount(self.tokens[self.answer_mask()], minlength=vocab_size))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.base import Head
@@ -24,9 +25,9 @@ class Batch:
     real: [B, S] bool, False in the padding (the target's attention mask). answer: [B, S] bool, the answers' tokens.
     """
 
-    token_ids: torch.Tensor
-    real: torch.Tensor
-    answer: torch.Tensor
+    token_ids: Tensor
+    real: Tensor
+    answer: Tensor
 
 
 def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -81,7 +82,7 @@ def collate(answers: AnswerSet, indices: np.ndarray, pad_multiple: int, device: 
     return Batch(ids, real_t, answer_t)
 
 
-Features = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Features = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(token ids [B, S] int64, attention mask [B, S] bool) -> (aux hidden states [B, S, A·Ht], final logits [B, S, V])."""
 
 
@@ -93,12 +94,12 @@ class BatchLoss:
     possible: [steps] chains that reach this far inside their answer.
     """
 
-    loss: torch.Tensor
-    accepted: torch.Tensor
-    possible: torch.Tensor
+    loss: Tensor
+    accepted: Tensor
+    possible: Tensor
 
 
-def chain_mask(answer: torch.Tensor, step: int) -> torch.Tensor:
+def chain_mask(answer: Tensor, step: int) -> Tensor:
     """Rows [B, S] whose chain is inside an answer up to the token that `step` predicts. answer [B, S] bool.
 
     Row p's chain has its bonus token at p+1 and predicts p+2 at step 0; all of p+1 … p+2+step must be answer tokens.
@@ -109,7 +110,7 @@ def chain_mask(answer: torch.Tensor, step: int) -> torch.Tensor:
     return mask
 
 
-def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draft_targets(logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The target's distribution as the head can express it, from its logits [B, S, V] and the draft vocabulary [Vd]
     int64.
 
@@ -127,7 +128,7 @@ def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch
 
 
 def evaluate_batch(
-    head: Head, batch: Batch, aux_hidden_states: torch.Tensor, logits: torch.Tensor, steps: int, decay: float
+    head: Head, batch: Batch, aux_hidden_states: Tensor, logits: Tensor, steps: int, decay: float
 ) -> BatchLoss:
     """Run the training-time test on a batch and score every step.
 
@@ -153,7 +154,7 @@ def evaluate_batch(
     return BatchLoss(torch.stack(losses).sum(), torch.stack(accepted), torch.stack(possible))
 
 
-def _soft_cross_entropy(scores: torch.Tensor, wanted: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _soft_cross_entropy(scores: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
     """Mean of -sum(wanted · log softmax(scores)) over the masked rows; zero without masked rows."""
     rows = -(wanted * F.log_softmax(scores.float(), dim=-1)).sum(-1)
     return torch.where(mask, rows, 0.0).sum() / mask.sum().clamp(min=1)

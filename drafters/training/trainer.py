@@ -12,6 +12,7 @@ from typing import Any, Generic
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
 from drafters.base import Save, TrainedHead
@@ -164,7 +165,7 @@ def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
     return Learner(head, optimizer, get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps))
 
 
-def _optimize(config: TrainConfig, learner: Learner[Any], loss: torch.Tensor) -> torch.Tensor:
+def _optimize(config: TrainConfig, learner: Learner[Any], loss: Tensor) -> Tensor:
     """One optimizer step; returns the loss, detached."""
     learner.optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -174,9 +175,7 @@ def _optimize(config: TrainConfig, learner: Learner[Any], loss: torch.Tensor) ->
     return loss.detach()  # the graph behind the loss, and its activations, are freed
 
 
-def _measure(
-    config: TrainConfig, score: _Scorer[Any], held_out: AnswerSet, step: int, loss: torch.Tensor
-) -> Measurement:
+def _measure(config: TrainConfig, score: _Scorer[Any], held_out: AnswerSet, step: int, loss: Tensor) -> Measurement:
     head = score.head.eval()
     batches = held_out_batches(held_out, config.batch_size, config.pad_multiple, score.device)
     with torch.no_grad():
@@ -203,7 +202,7 @@ def _evaluated(
     return found
 
 
-def _finite(loss: torch.Tensor, step: int) -> float:
+def _finite(loss: Tensor, step: int) -> float:
     value = float(loss)
     if not math.isfinite(value):
         raise TrainingDivergedError(f"the loss is {value} at step {step}; lower the learning rate or the clip norm")

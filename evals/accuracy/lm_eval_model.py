@@ -16,6 +16,7 @@ import lm_eval.models  # noqa: F401 - lm-eval reads its own list of models only 
 import torch
 import torch.distributed as dist
 from lm_eval.api.registry import model_registry
+from torch import Tensor
 
 from evals.accuracy.engine_lm import EngineLM
 from evals.accuracy.generation import Thinking
@@ -78,7 +79,7 @@ class SpecdecLM(EngineLM):
             self._rank, self._world_size = dist.get_rank(), size
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all processes [size, ...], on the CPU."""
         if self._group is None:
             return tensor

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from evals.data.datasets import Question
 from evals.lossless.evidence import (
@@ -138,8 +139,8 @@ class _Text:
     question_id: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    logits: torch.Tensor
-    ids: torch.Tensor
+    logits: Tensor
+    ids: Tensor
 
 
 Answer = Callable[[Sequence[Question]], Sequence[tuple[Question, Sequence[int], Sequence[int]]]]
@@ -215,7 +216,7 @@ def _places(text: _Text, sampling: Sampling, aims: Sequence[str]) -> list[Place]
     return found
 
 
-def _ratios(text: _Text, probs: torch.Tensor, sampling: Sampling, defect: Defect) -> tuple[np.ndarray, int]:
+def _ratios(text: _Text, probs: Tensor, sampling: Sampling, defect: Defect) -> tuple[np.ndarray, int]:
     """A sample's log likelihood ratio of a defect at each token, and the first token of an answer that counts."""
     if defect.change is None:  # only the last token can be the bonus token after all drafts
         before = torch.tensor([text.prompt[-1], *text.answer[:-1]])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 SOFT = 0.05
 """Share of the true distribution in each alternative, so that one token does not rule a defect out."""
@@ -54,7 +55,7 @@ class Defect:
         """The sampling that this defect verifies with."""
         return sampling if self.change is None else self.change(sampling)
 
-    def residual(self, probs: torch.Tensor, is_last: torch.Tensor) -> torch.Tensor:
+    def residual(self, probs: Tensor, is_last: Tensor) -> Tensor:
         """[..., V] the probabilities without the last draft; unchanged where it has nothing or everything of them."""
         left = probs * (1 - is_last)
         total = left.sum(-1, keepdim=True)
@@ -72,7 +73,7 @@ DEFECTS: tuple[Defect, ...] = (
 )
 
 
-def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def kept(logits: Tensor, sampling: Sampling) -> Tensor:
     """Exact probabilities [..., V] of the next token under the test's sampling, in the dtype of the logits.
 
     Written apart from the library's own filters, which it judges.
@@ -90,7 +91,7 @@ def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.zeros_like(probs).scatter(-1, token_ids, probs / probs.sum(-1, keepdim=True))
 
 
-def softened(other: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+def softened(other: Tensor, probs: Tensor) -> Tensor:
     """The likelihood ratio of a defect, mixed with the truth. Only meant where `probs` is positive."""
     return SOFT + (1 - SOFT) * other / probs.clamp(min=1e-300)
 
@@ -119,7 +120,7 @@ class Node:
     clear: bool = True
 
     @classmethod
-    def of(cls, logits: torch.Tensor, last: int, sampling: Sampling) -> Node:
+    def of(cls, logits: Tensor, last: int, sampling: Sampling) -> Node:
         """From the logits [V] after a prefix whose last token is `last`."""
         probs = kept(logits, sampling)
         ids = probs.nonzero()[:, 0]
@@ -158,7 +159,7 @@ def cumulants(probs: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.stack([mean, second, third, fourth - 3 * second**2])
 
 
-def _clear(logits: torch.Tensor, probs: torch.Tensor, sampling: Sampling) -> bool:
+def _clear(logits: Tensor, probs: Tensor, sampling: Sampling) -> bool:
     """Whether the same tokens are kept when every threshold moves a little."""
     is_kept = probs > 0
     for sign in (1, -1):

@@ -16,6 +16,7 @@ from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from evals.acceptance.summary import ByArm, Json
@@ -67,17 +68,17 @@ class Replay:
         whole = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=model.dtype, **checkpoint.options)
         return cls(whole, model.device)
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits of the token after `token_ids`: [V], in the copy's dtype, on the CPU."""
         return self.all_logits(token_ids)[-1]
 
-    def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def all_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after every one of `token_ids`: [T, V], in the copy's dtype, on the CPU."""
         return self._after([token_ids], len(token_ids))[0]
 
     def logits_after(
         self, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Each of several texts that follow `prompt`, none of them empty, with the logits after every one of its
         tokens: [len(text), V], on the CPU. Texts of one length that stand side by side share a forward pass.
         """
@@ -88,7 +89,7 @@ class Replay:
                 yield from zip(chunk, self._after([(*prompt, *text) for text in chunk], length), strict=True)
 
     @torch.inference_mode()
-    def _after(self, texts: Sequence[Sequence[int]], last: int) -> torch.Tensor:
+    def _after(self, texts: Sequence[Sequence[int]], last: int) -> Tensor:
         ids = torch.tensor([list(text) for text in texts], device=self._model.device)
         few = {"logits_to_keep": last} if self._keeps_few else {}
         return self._model(ids, use_cache=False, **few).logits[:, -last:].cpu()

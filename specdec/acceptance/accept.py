@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from specdec.requests.target_probs import draw
 
@@ -18,8 +19,8 @@ class VerificationResult:
         next_token: [B] int64, the target's own token after them: the next bonus token.
     """
 
-    num_accepted: torch.Tensor
-    next_token: torch.Tensor
+    num_accepted: Tensor
+    next_token: Tensor
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,13 @@ class SampledInputs:
     accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place that the next token may have.
     """
 
-    target_probs: torch.Tensor
-    draft_probs: torch.Tensor | None
-    accept_uniform: torch.Tensor
-    next_uniform: torch.Tensor
+    target_probs: Tensor
+    draft_probs: Tensor | None
+    accept_uniform: Tensor
+    next_uniform: Tensor
 
 
-def accept_greedy(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> VerificationResult:
+def accept_greedy(drafts: Tensor, num_drafts: Tensor, target_ids: Tensor) -> VerificationResult:
     """The longest prefix of drafts equal to the target's own argmax, then the target's token.
 
     Args:
@@ -48,7 +49,7 @@ def accept_greedy(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: to
     return VerificationResult(num_accepted, target_ids.gather(1, num_accepted[:, None])[:, 0])
 
 
-def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
+def accept_sampled(drafts: Tensor, num_drafts: Tensor, inputs: SampledInputs) -> VerificationResult:
     """Speculative sampling: accept draft x with probability min(1, p(x)/q(x)), else resample from norm(max(p - q, 0)).
 
     After the last draft (all accepted) the bonus token comes from p; also where the residual has no mass.
@@ -70,12 +71,12 @@ def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: Sampl
     return VerificationResult(num_accepted, draw(torch.where(usable[:, None], residual, p_next), uniform))
 
 
-def _leading(matches: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+def _leading(matches: Tensor, num_drafts: Tensor) -> Tensor:
     exists = torch.arange(matches.shape[1], device=matches.device) < num_drafts[:, None]
     return (matches & exists).long().cumprod(1).sum(1)
 
 
-def _q_at(drafts: torch.Tensor, q: torch.Tensor | None, at: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _q_at(drafts: Tensor, q: Tensor | None, at: Tensor, like: Tensor) -> Tensor:
     """q of the first rejected draft [B, V]; rows without one get an arbitrary row (the caller masks them)."""
     if drafts.shape[1] == 0:
         return torch.zeros_like(like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drafters.loops.base import Choose, Draft
 from drafters.vocab import scatter
@@ -19,15 +20,15 @@ from specdec.rounds.transfer import DeviceRound, DeviceSampling
 class DraftVocab:
     """The draft vocabulary's places in the target's vocabulary: target_ids [Vd] int64, size V."""
 
-    target_ids: torch.Tensor
+    target_ids: Tensor
     size: int
 
-    def scatter(self, probs: torch.Tensor) -> torch.Tensor:
+    def scatter(self, probs: Tensor) -> Tensor:
         """[..., Vd] -> [..., V], zero elsewhere."""
         return scatter(probs, self.target_ids, self.size)
 
 
-def choose_greedy(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+def choose_greedy(step: int, logits: Tensor) -> tuple[Tensor, None]:
     """The most probable draft token; q is one-hot. Argmax on the draft vocabulary, before any mapping."""
     return greedy_ids(logits), None
 
@@ -37,7 +38,7 @@ def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
     rows = torch.arange(num_rows, device=sampling.draft_uniform.device)
     tensors, uniforms = sampling.tensors.rows(rows), sampling.draft_uniform[:num_rows]
 
-    def choose(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(step: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         q = target_probs(logits, tensors)  # [R, Vd]
         return draw(q, uniforms[:, step]), q
 
@@ -52,7 +53,7 @@ def in_order(draft: Draft | None, round_: DeviceRound) -> Draft | None:
     return Draft(draft.token_ids.index_select(0, round_.sources)[:, :width].contiguous(), None)
 
 
-def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
+def fill_drafts(round_: DeviceRound, draft: Draft | None) -> Tensor:
     """Token ids [T] of the next target forward with the drafts in their places, on the device."""
     if draft is None or not draft.token_ids.numel():
         return round_.token_ids
@@ -60,7 +61,7 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     return round_.token_ids.index_copy_(0, round_.draft_places, chosen)
 
 
-def filled_drafts(round_: DeviceRound, token_ids: torch.Tensor, draft: Draft | None) -> Draft:
+def filled_drafts(round_: DeviceRound, token_ids: Tensor, draft: Draft | None) -> Draft:
     """All drafts [J, n] of a round in which the host gives some, from token ids with all drafts in their places.
 
     draft: the draft loop's drafts, in the order of the round; None if the host gives all.
@@ -73,7 +74,7 @@ def filled_drafts(round_: DeviceRound, token_ids: torch.Tensor, draft: Draft | N
     return Draft(filled, draft.probs, replaced)
 
 
-def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
+def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
     """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
     if round_.sampling is None:
         return judge_greedy(greedy_ids(logits), round_, draft)
@@ -83,7 +84,7 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
-def judge_greedy(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+def judge_greedy(greedy: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
     """As if every row were greedy: greedy [R'] int64 is the arg max of the decided rows' logits."""
     num_rows, width = round_.logit_index.shape
     drafts = _every_row(draft, num_rows, width - 1, greedy.device)
@@ -91,7 +92,7 @@ def judge_greedy(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | None)
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
-def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
+def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> Tensor:
     """`fill_drafts` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
     if draft is None or not draft.token_ids.numel() or not _has_kernels(round_.token_ids):
         return fill_drafts(round_, in_order(draft, round_))
@@ -102,7 +103,7 @@ def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     return round_.token_ids
 
 
-def judge_from_loop(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+def judge_from_loop(greedy: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
     """`judge_greedy` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
     if not _has_kernels(greedy):
         return judge_greedy(greedy, round_, in_order(draft, round_))
@@ -115,11 +116,11 @@ def judge_from_loop(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | No
     return result
 
 
-def _has_kernels(x: torch.Tensor) -> bool:
+def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[Tensor, Tensor]:
     """Drafts [S, n or more] and the rows of them [R] that belong to the first R rows of the round."""
     if draft is None:
         return round_.logit_index, round_.num_drafts[:0]  # no row has drafts, so none are read
@@ -128,7 +129,7 @@ def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[torch.Tensor, 
     return draft.token_ids, round_.sources
 
 
-def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:
+def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> Tensor:
     """Drafts [J, n] int64; rows after those that draft have zeros."""
     if draft is not None and draft.token_ids.shape == (num_rows, width):
         return draft.token_ids
@@ -139,10 +140,10 @@ def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.dev
 
 
 def _judge_sampled(
-    logits: torch.Tensor,
+    logits: Tensor,
     round_: DeviceRound,
     sampling: DeviceSampling,
-    drafts: torch.Tensor,
+    drafts: Tensor,
     draft: Draft | None,
     vocab: DraftVocab | None,
 ) -> VerificationResult:

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class PackedResult:
     """The device's side: `packed` in the layout above, of J rows with up to n drafts; accessors are views."""
 
-    packed: torch.Tensor
+    packed: Tensor
 
     @classmethod
-    def pack(cls, num_accepted: torch.Tensor, next_token: torch.Tensor, drafts: torch.Tensor) -> PackedResult:
+    def pack(cls, num_accepted: Tensor, next_token: Tensor, drafts: Tensor) -> PackedResult:
         """num_accepted, next_token [J]; drafts [J, n], all int64. Accepted drafts and next_token become the tokens.
 
         >>> result = PackedResult.pack(torch.tensor([1]), torch.tensor([9]), torch.tensor([[5, 6]]))
@@ -50,22 +51,22 @@ class PackedResult:
         return len(self.packed)
 
     @property
-    def num_accepted(self) -> torch.Tensor:
+    def num_accepted(self) -> Tensor:
         """[J]."""
         return self.packed[:, 0]
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Tensor:
         """[J, n+1], valid up to num_accepted: the last valid one is the next bonus token."""
         return self.packed[:, _tokens(self.packed.shape[1])]
 
     @property
-    def first_token(self) -> torch.Tensor:
+    def first_token(self) -> Tensor:
         """[J], all that a row without drafts commits."""
         return self.packed[:, 1]
 
     @property
-    def drafts(self) -> torch.Tensor:
+    def drafts(self) -> Tensor:
         """[J, n]."""
         return self.packed[:, _drafts(self.packed.shape[1])]
 

@@ -13,6 +13,7 @@ from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from drafters.eagle3.export import ExportLayout
     from drafters.eagle3.head import Eagle3Head
@@ -145,7 +146,7 @@ def _exported(
     )
 
 
-def _sharing(head: Eagle3Head, embedding: torch.Tensor | None, stored: torch.dtype, missing: str) -> Eagle3Head:
+def _sharing(head: Eagle3Head, embedding: Tensor | None, stored: torch.dtype, missing: str) -> Eagle3Head:
     """The head without the copy of its target's embedding that the speculators layout holds; specforge has no place.
 
     Raises:

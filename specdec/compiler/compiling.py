@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as size_config
@@ -85,7 +85,7 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
         return None
     regions = tuple(_region(nodes) for nodes in parts if nodes)
     values = [value_of(node) for region in regions for node in (*region.inputs, *region.outputs)]
-    return regions if all(isinstance(value, (torch.Tensor, *_SIZES)) for value in values) else None
+    return regions if all(isinstance(value, (Tensor, *_SIZES)) for value in values) else None
 
 
 def _attentions() -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ def _name_of(target: Any) -> str:
 
 def _layout(value: Any) -> str:
     """Properties of an input that compiled code assumes. Equal sizes have equal symbols, in all regions of a graph."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return f"{type(value).__name__} {value}"
     layout = (value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset())
     return f"{type(value).__name__} {layout} {value.requires_grad}"
@@ -163,7 +163,7 @@ def _module_of(module: GraphModule, region: _Region) -> GraphModule:
 
 
 @opaque_operator(lambda x: torch.empty_like(x))
-def stored(x: torch.Tensor) -> torch.Tensor:
+def stored(x: Tensor) -> Tensor:
     """A copy that the compiler cannot compute again where it is read."""
     return x.clone()
 
@@ -235,7 +235,7 @@ def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
     def run(**inputs: Any) -> Any:
         # Clones made here are normal tensors, as in the capture; inference tensors would trigger a recompilation.
         with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
-            return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
+            return model(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()})
 
     return run
 

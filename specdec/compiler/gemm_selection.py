@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch import nn
+from torch import Tensor, nn
 
 from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
@@ -133,7 +133,7 @@ class GpuTimer:
     device's time even of launches that take the host a little longer than the device.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], tokens: int) -> None:
+    def __init__(self, weights: Sequence[Tensor], tokens: int) -> None:
         """weights: the model's weights of one shape [O, I], extended by copies of the first if too few."""
         first = weights[0]
         self._x = torch.randn(tokens, first.shape[1], device=first.device, dtype=first.dtype)
@@ -181,7 +181,7 @@ class GpuTimer:
 
 MOST_SECONDS = 4.0
 """Time for timing in one start. Shapes that do not fit into it are left to the next start."""
-Wanted = Mapping[ProductShape, Sequence[torch.Tensor]]
+Wanted = Mapping[ProductShape, Sequence[Tensor]]
 """The weights [O, I] of each shape, on one device."""
 
 
@@ -211,7 +211,7 @@ def choose(
     wanted: Wanted,
     library: Library,
     store: ChoiceStore,
-    timer: Callable[[Sequence[torch.Tensor], int], Timer] = GpuTimer,
+    timer: Callable[[Sequence[Tensor], int], Timer] = GpuTimer,
     clock: Callable[[], float] = time.perf_counter,
     most_seconds: float = MOST_SECONDS,
 ) -> Tally:
@@ -271,7 +271,7 @@ def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invar
 
 def wanted_products(readers: Iterable[tuple[object, Iterable[int]]]) -> Wanted:
     """The shapes that the choice concerns, with their weights, each once, all on the first one's device."""
-    found: dict[ProductShape, dict[int, torch.Tensor]] = {}
+    found: dict[ProductShape, dict[int, Tensor]] = {}
     device = None
     for module, numbers in readers:
         for weight in product_weights(module) if isinstance(module, nn.Module) else ():
@@ -285,9 +285,9 @@ def wanted_products(readers: Iterable[tuple[object, Iterable[int]]]) -> Wanted:
     return {shape: list(weights.values()) for shape, weights in found.items()}
 
 
-def product_weights(module: nn.Module) -> list[torch.Tensor]:
+def product_weights(module: nn.Module) -> list[Tensor]:
     """Weights [O, I] of the linear layers without bias as compiled code reads them, siblings' once."""
-    found: dict[int, torch.Tensor] = {}
+    found: dict[int, Tensor] = {}
     for layer in module.modules():
         if not isinstance(layer, nn.Linear) or layer.bias is not None:
             continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
@@ -64,10 +65,10 @@ def calls(node: Any, target: Any) -> bool:
     return isinstance(node, Node) and node.target is target
 
 
-def value_at(node: Any) -> torch.Tensor | None:
+def value_at(node: Any) -> Tensor | None:
     """The fake tensor of a node's result; None for anything that is no node or has no tensor as its result."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, Tensor) else None
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from attention.hf.gate import gate_of
 from attention.hf.patches import attention_configs
@@ -40,8 +40,8 @@ class _Sibling(nn.Module):
 
     plain: ClassVar[type[nn.Module]]
     rows: slice
-    fused_weight: torch.Tensor
-    fused_bias: torch.Tensor | None
+    fused_weight: Tensor
+    fused_bias: Tensor | None
     fused_scale: Any
     holders: set[object]
 
@@ -49,10 +49,10 @@ class _Sibling(nn.Module):
     def join(
         cls,
         own: Any,
-        fused_weight: torch.Tensor,
-        fused_bias: torch.Tensor | None,
+        fused_weight: Tensor,
+        fused_bias: Tensor | None,
         start: int,
-        fused_scale: torch.Tensor | None = None,
+        fused_scale: Tensor | None = None,
     ) -> None:
         """Make `own` a view of rows start … start + out_features of the fused tensors, which hold its values."""
         own.__class__ = cls
@@ -61,7 +61,7 @@ class _Sibling(nn.Module):
         for parameter, part in own.parts():
             parameter.data = part
 
-    def parts(self) -> list[tuple[Any, torch.Tensor]]:
+    def parts(self) -> list[tuple[Any, Tensor]]:
         """Each parameter with its slice of the fused tensor."""
         pairs = ((self.weight, self.fused_weight), (self.bias, self.fused_bias))
         return [(own, fused[self.rows]) for own, fused in pairs if own is not None and fused is not None]
@@ -88,7 +88,7 @@ class SiblingLinear(_Sibling, nn.Linear):
 
     plain = nn.Linear
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if torch.compiler.is_compiling():
             return F.linear(input, self.fused_weight, self.fused_bias)[..., self.rows]
@@ -100,13 +100,13 @@ class SiblingFp8Linear(_Sibling, Fp8Linear):
 
     plain = Fp8Linear
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if torch.compiler.is_compiling():
             return fp8_linear(input, self.fused_weight, self.fused_scale, self.fused_bias)[..., self.rows]
         return super().forward(input)
 
-    def parts(self) -> list[tuple[Any, torch.Tensor]]:
+    def parts(self) -> list[tuple[Any, Tensor]]:
         """Each parameter with its slice of the fused tensor."""
         blocks = slice(self.rows.start // BLOCK, -(-self.rows.stop // BLOCK))
         return [*super().parts(), (self.weight_scale_inv, self.fused_scale[blocks])]
@@ -152,9 +152,9 @@ def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
     names = {module: name for name, module in ours}
     owners = [address_of(p) for _, p in root.named_parameters(remove_duplicate=False)]
     readers: dict[tuple[str, int], list[str]] = {}
-    kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
+    kept: list[Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
 
-    def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         name = names[module]
         kept.append(args[0])
         readers.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)

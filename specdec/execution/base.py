@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from attention.runner import GroupRunner
 from drafters.base import Head
@@ -77,7 +77,7 @@ class Verification:
     """
 
     packed: Readback
-    aux_hidden_states: torch.Tensor
+    aux_hidden_states: Tensor
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Executor(Protocol):
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Lay out a round and send it; `draft` is None when no draft loop starts from aux hidden states."""
 
-    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
         """Launch the draft loop that was sent; None when the round has none."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.padding import padding_known
@@ -47,7 +48,7 @@ class PassGraph:
 
     greedy: torch.cuda.CUDAGraph
     drawn: torch.cuda.CUDAGraph | None
-    x: tuple[torch.Tensor | None, torch.Tensor | None]
+    x: tuple[Tensor | None, Tensor | None]
 
     def of(self, sampled: bool) -> torch.cuda.CUDAGraph:
         """The graph for a round with sampled rows or without."""
@@ -93,7 +94,7 @@ class Bucket:
     verify: torch.cuda.CUDAGraph
     decide: torch.cuda.CUDAGraph
     device: DeviceRound
-    logits: torch.Tensor
+    logits: Tensor
     result: PackedResult
     draft: DraftGraphs | None
 
@@ -167,11 +168,11 @@ class DraftCapture:
         prefill = self._recorded(partial(self._prefill_and_choose, result, round_, planned), recorder)
         return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
 
-    def proposal(self, sources: torch.Tensor | None) -> Proposal | None:
+    def proposal(self, sources: Tensor | None) -> Proposal | None:
         """Draft distributions of sampled rows; sources: [rows] int64, their rows among the drafts."""
         return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
 
-    def _recorded(self, launch: Callable[[bool], torch.Tensor | None], recorder: Recorder) -> PassGraph:
+    def _recorded(self, launch: Callable[[bool], Tensor | None], recorder: Recorder) -> PassGraph:
         """A pass with the drafts of sampled rows drawn by launch(drawn), or without; it returns what the next reads."""
         graph, x = recorder(partial(launch, False), self._pool)
         if self.sampled is None:
@@ -187,8 +188,8 @@ class DraftCapture:
             self.sampled.choose(0, chosen, result.num_accepted)
 
     def _step_and_choose(
-        self, index: int, rows: int, planned: PlannedBatch, before: tuple[torch.Tensor | None, ...], drawn: bool
-    ) -> torch.Tensor:
+        self, index: int, rows: int, planned: PlannedBatch, before: tuple[Tensor | None, ...], drawn: bool
+    ) -> Tensor:
         with padding_known(planned.metadata):
             x, chosen = self.loop.step(index, rows, planned, before[drawn])
         if drawn and self.sampled is not None:
@@ -241,7 +242,7 @@ def _verify(
     device: DeviceRound,
     planned: PlannedBatch,
     extras: Sequence[RoundExtra],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
     drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
     if drafted is not None:
@@ -321,7 +322,7 @@ def kernels_compiled_together(device: torch.device) -> Iterator[None]:
 
 
 def rehearse_decisions(
-    logits: torch.Tensor, rows: int, most_drafts: int, sampling: DeviceSampling, drawn: SampledDrafts | None
+    logits: Tensor, rows: int, most_drafts: int, sampling: DeviceSampling, drawn: SampledDrafts | None
 ) -> None:
     """Decide sampled rows as rounds of any shape do, which have no more drafts than the row with most of them has.
 

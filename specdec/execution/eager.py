@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.judge import (
@@ -52,7 +53,7 @@ class EagerExecutor:
         drafting = None if draft is None or self.drafter is None else self.drafter.loop.arrays(draft)
         return Round(target, self._transfer.send(target.inputs, drafting, sampling), None)
 
-    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
         sent, drafter = round_.sent, self.drafter
         if sent is None or sent.draft is None or drafter is None:
             return None
@@ -83,7 +84,7 @@ class EagerExecutor:
         early = read_early(self._extras, extras, lambda: draft) if any(extras) else None
         output = self.target.forward(token_ids, planned, device.logits_indices)
         logits = output.logits
-        notes: tuple[torch.Tensor, ...] = ()
+        notes: tuple[Tensor, ...] = ()
         if self._adjusting:
             logits = adjusted(self._adjusting, logits, device)
         if any(extras):

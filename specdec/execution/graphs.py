@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, FixedLoop, FixedSteps, GraphLoop
@@ -229,7 +230,7 @@ class GraphExecutor:
         self._send_verification(rows, target)
         return Round(target, None, rows, sampling)
 
-    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
+    def draft(self, round_: Round, aux_hidden_states: Tensor) -> None:
         """See `Executor.draft`: the graphs have drafted."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
@@ -284,11 +285,11 @@ class GraphExecutor:
 
     def _decide(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         device: DeviceRound,
         draft: Draft | None,
         sent: SamplingRound | None,
-        sources: torch.Tensor | None,
+        sources: Tensor | None,
     ) -> PackedResult:
         """sources: [R] int64, rows of the loop's drafts, and of what they were drawn from, for the drafting rows."""
         greedy = greedy_ids(logits)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
@@ -74,11 +75,11 @@ def mixed_buckets(config: EngineConfig, rows: int) -> set[int]:
 class _TargetGraph:
     """token_ids, positions [T] and logits_indices [R] are read, logits [R, V] and the aux hidden states written."""
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    logits_indices: torch.Tensor
+    token_ids: Tensor
+    positions: Tensor
+    logits_indices: Tensor
     graph: SegmentedGraph
-    logits: torch.Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class _PrefillGraph:
     """inputs and positions [T] of each pass are read, the loop's own buffers and `chosen` written."""
 
     inputs: FixedPrefill
-    positions: tuple[torch.Tensor, ...]
+    positions: tuple[Tensor, ...]
     graph: SegmentedGraph
     chosen: Chosen
 
@@ -108,9 +109,7 @@ class RaggedTarget:
         self._pool = pool
         self._graphs: dict[tuple[int, int], _TargetGraph] = {}
 
-    def logits(
-        self, token_ids: torch.Tensor, metadata: CommonAttentionMetadata, logits_indices: torch.Tensor
-    ) -> torch.Tensor:
+    def logits(self, token_ids: Tensor, metadata: CommonAttentionMetadata, logits_indices: Tensor) -> Tensor:
         """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
         count, rows = len(token_ids), len(logits_indices)
         graph = self._graph(token_bucket(count, self._most_tokens), self._index_bucket(rows))
@@ -182,12 +181,12 @@ class _PassesAttend:
     def __call__(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
         # Pass m has layer m of the head's group; a single pass has all of its layers.
         m = layer % len(self._passes)
         if m == len(self._planned):
@@ -224,9 +223,7 @@ class RaggedPrefill:
         """Rows of each graph, including the vectors that modules carry: as many as the loop drafts for."""
         return len(self._loop.drafts)
 
-    def run(
-        self, result: PackedResult, ahead: DeviceAhead, logits_indices: torch.Tensor
-    ) -> tuple[torch.Tensor, Chosen]:
+    def run(self, result: PackedResult, ahead: DeviceAhead, logits_indices: Tensor) -> tuple[Tensor, Chosen]:
         """Write draft 1 of every row, and the inputs of the steps, into the loop's buffers.
 
         Returns:
@@ -276,8 +273,8 @@ class RaggedPrefill:
             inputs = FixedPrefill(new(tokens), new(rows), carried)
             positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
 
-            def launch(attend: LayerAttend, served: Any) -> tuple[torch.Tensor, torch.Tensor]:
-                def attended(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            def launch(attend: LayerAttend, served: Any) -> tuple[Tensor, Tensor]:
+                def attended(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                     return attend(layer, query, key, value, None)
 
                 chosen = self._loop.prefill(inputs, positions, attended)
@@ -287,7 +284,7 @@ class RaggedPrefill:
         return _PrefillGraph(inputs, positions, graph, Chosen(*map(unowned, chosen)))
 
 
-def _integers(count: int, device: torch.device) -> torch.Tensor:
+def _integers(count: int, device: torch.device) -> Tensor:
     """[count] int64, made in the same way as views of a staging arena: torch.compile guards on whether a tensor is a
     view, and of what kind, so other tensors would be compiled again.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec.acceptance.packed import Outcome, PackedResult, unpack_outcome
 from specdec.errors import InvalidInputError
@@ -22,10 +23,10 @@ class Readback:
     group: the processes that compute it together. notes: what travels with it, see `RoundExtra.notes`.
     """
 
-    host: torch.Tensor
+    host: Tensor
     copied: torch.cuda.Event | None
     group: Group = ALONE
-    notes: tuple[torch.Tensor, ...] = ()
+    notes: tuple[Tensor, ...] = ()
 
     def wait(self) -> np.ndarray:
         """Wait, and return a copy of the tensor. Launches after the verification continue meanwhile.
@@ -59,10 +60,10 @@ class HostReads:
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._started = 0
-        self.before_read: Callable[[PackedResult, torch.Tensor], None] | None = None
+        self.before_read: Callable[[PackedResult, Tensor], None] | None = None
         self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
-    def start(self, result: PackedResult, num_drafts: torch.Tensor, notes: tuple[torch.Tensor, ...] = ()) -> Readback:
+    def start(self, result: PackedResult, num_drafts: Tensor, notes: tuple[Tensor, ...] = ()) -> Readback:
         """Queue the copy after all launches so far.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from drafters.base import Head
 from drafters.loops.base import Chosen, FixedLoop
@@ -33,9 +34,9 @@ class SampledDrafts:
         self._accepted = torch.zeros(len(loop.drafts), dtype=torch.int64, device=device)
         self._filtered = Filtered.empty(*loop.drafts.shape, device=device)
         self._inverse = inverse_map(head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)), vocab_size)
-        self._logits: torch.Tensor | None = None
+        self._logits: Tensor | None = None
 
-    def choose(self, step: int, chosen: Chosen, num_accepted: torch.Tensor | None = None) -> None:
+    def choose(self, step: int, chosen: Chosen, num_accepted: Tensor | None = None) -> None:
         """Draw draft step+1 of the sampled rows in place of the greedy draft.
 
         The kernels that draw also write everything that is kept: a separate launch would cost as much as theirs.
@@ -62,13 +63,13 @@ class SampledDrafts:
         """Whether logits are kept in less than float32."""
         return self._logits is not None and self._logits.dtype != torch.float32
 
-    def kept(self, place: int, count: int) -> dict[str, torch.Tensor]:
+    def kept(self, place: int, count: int) -> dict[str, Tensor]:
         """Copies of the logits [count, Vd] and statistics [count, 4] from which a row's first drafts were drawn."""
         assert self._logits is not None
         stats = self._filtered.stats[place, :count]
         return {"draft_logits": self._logits[place, :count].clone(), "draft_stats": stats.clone()}
 
-    def keep(self, place: int, tensors: Mapping[str, torch.Tensor], count: int, temperature: float) -> None:
+    def keep(self, place: int, tensors: Mapping[str, Tensor], count: int, temperature: float) -> None:
         """Store what `kept` returns, of drafts made elsewhere; "draft_probs" become logits that no filter changes."""
         if "draft_probs" in tensors:
             q = tensors["draft_probs"][:count]
@@ -81,18 +82,18 @@ class SampledDrafts:
         self._kept(logits)[place, :count] = logits
         self._filtered.stats[place, :count] = stats
 
-    def proposal(self, sources: torch.Tensor) -> Proposal | None:
+    def proposal(self, sources: Tensor) -> Proposal | None:
         """Draft distributions of rows [J]; sources: [J] int64 their rows here. None before the first draft."""
         return None if self._logits is None else Proposal(self._logits, self._filtered, self._inverse, sources)
 
-    def proposal_of(self, rows: int, sources: torch.Tensor | None) -> Proposal | None:
+    def proposal_of(self, rows: int, sources: Tensor | None) -> Proposal | None:
         """The same of J rows; sources: [R] int64, the rows here of the first R; None where row i is row i."""
         places = torch.arange(rows, device=self._drafts.device)
         if sources is not None:
             places[: len(sources)] = sources
         return self.proposal(places)
 
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+    def _kept(self, logits: Tensor) -> Tensor:
         if self._logits is None:
             with torch.inference_mode(False):
                 # Made at the first draft, because only then the head's dtype and Vd are known. A normal tensor: an
@@ -102,10 +103,10 @@ class SampledDrafts:
 
 
 def decide_sampled(
-    logits: torch.Tensor,
-    greedy: torch.Tensor,
-    index: torch.Tensor,
-    num_drafts: torch.Tensor,
+    logits: Tensor,
+    greedy: Tensor,
+    index: Tensor,
+    num_drafts: Tensor,
     sampling: DeviceSampling,
     result: PackedResult,
     proposal: Proposal | None,

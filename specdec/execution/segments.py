@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from attention.hf.custom_op import LayerAttend
 from specdec.wrapped.group import ALONE, Group
 
 T = TypeVar("T")
 
-AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+AttendInto = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """A `LayerAttend` with an output argument; its tensors may have padding after the tokens of its batch."""
 
 
@@ -32,7 +33,7 @@ class CutCalls(Protocol):
     def blank(self) -> Any:
         """An implementation of the calls that returns zeros."""
 
-    def noted(self, note: Callable[[str, int, tuple[Any, ...], torch.Tensor], None]) -> Any:
+    def noted(self, note: Callable[[str, int, tuple[Any, ...], Tensor], None]) -> Any:
         """An implementation that only passes each call to `note`: its name, number, inputs, and output tensor."""
 
 
@@ -49,11 +50,11 @@ class EagerAttention:
     """One attention between two graphs: see `LayerAttend`. out [T, Hq, Dv]: input of the next graph."""
 
     layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    sinks: torch.Tensor | None
-    out: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    out: Tensor
 
     def run(self, between: Between) -> None:
         """Launch it."""
@@ -67,7 +68,7 @@ class OtherCall:
     name: str
     call: int
     inputs: tuple[Any, ...]
-    out: torch.Tensor
+    out: Tensor
 
     def run(self, between: Between) -> None:
         """Launch it."""
@@ -121,9 +122,7 @@ class _Cutter:
             self._open = False
             self.graphs[-1].capture_end()
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """A `LayerAttend` that attends nothing: the graph ends with its inputs, the next one begins with its output."""
         out = _output(query, value)
         self.end()
@@ -131,10 +130,10 @@ class _Cutter:
         self.begin()
         return out
 
-    def note(self, name: str, call: int, inputs: tuple[Any, ...], out: torch.Tensor) -> None:
+    def note(self, name: str, call: int, inputs: tuple[Any, ...], out: Tensor) -> None:
         """Cut at a call of `CutCalls`: the graph ends with its inputs, the next one begins with its output."""
         self.end()
-        own = tuple(unowned(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+        own = tuple(unowned(x) if isinstance(x, Tensor) else x for x in inputs)
         self.calls.append(OtherCall(name, call, own, unowned(out)))
         self.begin()
 
@@ -173,20 +172,18 @@ def _capture_stream() -> torch.cuda.Stream:
     return torch.cuda.graph.default_capture_stream
 
 
-def _nothing(
-    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-) -> torch.Tensor:
+def _nothing(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
     return _output(query, value).zero_()
 
 
-def _output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _output(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty(len(query), query.shape[1], value.shape[2])
 
 
 class _Memory:
     """Device memory by its address, see https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: Tensor) -> None:
         size = x.element_size()
         self.__cuda_array_interface__ = {
             "shape": tuple(x.shape),
@@ -197,7 +194,7 @@ class _Memory:
         }
 
 
-def unowned(x: torch.Tensor) -> torch.Tensor:
+def unowned(x: Tensor) -> Tensor:
     """The same memory without keeping it: later parts of the graphs use it again, as they do in every replay."""
     if not x.is_cuda:
         return x

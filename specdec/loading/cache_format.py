@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 
-import torch
+from torch import Tensor
 from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, PrefersLayout
@@ -207,7 +207,7 @@ def _files_of(checkpoint: Checkpoint) -> Path:
     return Path(config).parent
 
 
-def _number(name: str, tensor: torch.Tensor, checkpoint: Checkpoint) -> float:
+def _number(name: str, tensor: Tensor, checkpoint: Checkpoint) -> float:
     value = float(tensor) if tensor.numel() == 1 else float("nan")
     if not 0 < value < float("inf"):
         shown = f"shape {list(tensor.shape)}" if tensor.numel() != 1 else f"{value:g}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from attention.hf.weights import dense_weight
@@ -81,7 +82,7 @@ def outline_target(name: str) -> TargetOutline:
     return TargetOutline(place, tuple(config.architectures or ()), facts)
 
 
-def _stored(folder: CheckpointFolder, endings: tuple[str, ...]) -> torch.Tensor | None:
+def _stored(folder: CheckpointFolder, endings: tuple[str, ...]) -> Tensor | None:
     """The tensor with the shortest name that has one of these endings."""
     for ending in endings:
         found = [name for name in folder.tensors if f".{name}".endswith(f".{ending}")]
@@ -155,7 +156,7 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
     )
 
 
-def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
+def _shared(module: Any, what: str, model: Any) -> Tensor:
     """The weight of an embedding that a head may share; of a quantised one a copy in floating point."""
     weight = dense_weight(module)
     if weight is None:
@@ -320,7 +321,7 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
     return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
 
 
-def _counted(ids: Sequence[int]) -> torch.Tensor:
+def _counted(ids: Sequence[int]) -> Tensor:
     """A text's token ids, to be counted. Raises InvalidInputError: an id that no vocabulary has."""
     for each in (min(ids, default=0), max(ids, default=0)):
         whole("a token id of texts", each, 0, _LARGEST_ID)

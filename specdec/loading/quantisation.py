@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -258,7 +259,7 @@ def warn_of_dense(name: str, model: PreTrainedModel, found: Quantisation | None)
 def kind_in_words(layer: torch.nn.Module) -> str:
     weight = getattr(layer, "weight", None)
     held = type(getattr(weight, "data", None))
-    return type(layer).__name__ if held in (torch.Tensor, type(None)) else f"{type(layer).__name__} of {held.__name__}"
+    return type(layer).__name__ if held in (Tensor, type(None)) else f"{type(layer).__name__} of {held.__name__}"
 
 
 def dtype_in_words(model: PreTrainedModel) -> str:
@@ -356,7 +357,7 @@ def load_quanto(
     return model.requires_grad_(False), _differences(model, tensors)
 
 
-def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype of the model that was quantised: its configuration's, else the dtype of the scales, which is equal."""
     if isinstance(config.dtype, torch.dtype):  # a name was made one when the configuration was read
         return config.dtype
@@ -364,7 +365,7 @@ def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor])
     return found.pop() if len(found) == 1 else torch.get_default_dtype()
 
 
-def _scaled_in(kind: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _scaled_in(kind: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The checkpoint with its scales in another dtype, as if the model had been quantised in it.
 
     A quantised layer computes in the dtype of its scales, which the library takes from the weights that it quantised
@@ -390,7 +391,7 @@ def _scaled_in(kind: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> dict[s
     return cast
 
 
-def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _differences(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The differences in the format of transformers' loading information; tied weights are stored once."""
     expected, ours = model.state_dict(), {name: tuple(t.shape) for name, t in tensors.items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())

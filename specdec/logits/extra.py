@@ -8,6 +8,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import BatchExtra, offsets_within
 from attention.cached import cached_property
@@ -70,9 +71,7 @@ class ChangedLogits(RoundExtra):
         assert isinstance(own, ChangedRows)
         return any(subject.has_code for subject in own.subjects)
 
-    def rewrite(
-        self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
-    ) -> torch.Tensor:
+    def rewrite(self, logits: Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None) -> Tensor:
         """See `RoundExtra.rewrite`. One copy of all logits in float32, in which rows with options are changed."""
         assert isinstance(own, ChangedRows)
         rows, vocab = logits.shape
@@ -96,7 +95,7 @@ _ALIGNED = 8
 """Floats: rows of scores begin at multiples, one column at least beyond the vocabulary."""
 
 
-def rows_of(own: ChangedRows, round_: DecidedRows, at: torch.Tensor) -> LogitsRows:
+def rows_of(own: ChangedRows, round_: DecidedRows, at: Tensor) -> LogitsRows:
     """The rows of logits [N] at these places, with the tokens before each."""
     before = drafted_prefixes(round_)
     prompts = np.array([subject.prompt_len for subject in own.subjects], np.int64)

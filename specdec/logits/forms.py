@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 NOBODY = -1
 """Padding id: the prefix has no token there."""
@@ -28,19 +29,19 @@ class TokenPrefixes:
         lens: [N] int64 tokens of each prefix. prompt_lens: [N] int64 tokens of the prompt.
     """
 
-    ids: torch.Tensor
-    lens: torch.Tensor
-    prompt_lens: torch.Tensor
+    ids: Tensor
+    lens: Tensor
+    prompt_lens: Tensor
 
     @classmethod
     def of(
         cls,
-        committed: torch.Tensor,
-        lens: torch.Tensor,
-        prompt_lens: torch.Tensor,
-        owner: torch.Tensor,
-        followed: torch.Tensor,
-        there: torch.Tensor,
+        committed: Tensor,
+        lens: Tensor,
+        prompt_lens: Tensor,
+        owner: Tensor,
+        followed: Tensor,
+        there: Tensor,
     ) -> TokenPrefixes:
         """Join committed tokens and drafts.
 
@@ -64,25 +65,25 @@ class TokenPrefixes:
         return cls(torch.where(column < total[:, None], ids, NOBODY), total, prompt_lens[owner])
 
     @property
-    def there(self) -> torch.Tensor:
+    def there(self) -> Tensor:
         """[N, L] bool."""
         return self.ids != NOBODY
 
-    def rows(self, index: torch.Tensor) -> TokenPrefixes:
+    def rows(self, index: Tensor) -> TokenPrefixes:
         """The prefixes of some logits rows [n]."""
         return TokenPrefixes(self.ids[index], self.lens[index], self.prompt_lens[index])
 
-    def prompt_mask(self) -> torch.Tensor:
+    def prompt_mask(self) -> Tensor:
         """[N, L] bool: tokens of the prompt."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.prompt_lens[:, None]
 
-    def tails(self, count: int) -> torch.Tensor:
+    def tails(self, count: int) -> Tensor:
         """[N, count] int64: the last tokens, NOBODY before the first."""
         place = self.lens[:, None] - count + torch.arange(count, device=self.ids.device)
         return torch.where(place >= 0, self.ids.gather(1, place.clamp(min=0)), NOBODY)
 
 
-def penalise_tokens(scores: torch.Tensor, ids: torch.Tensor, there: torch.Tensor, penalty: torch.Tensor) -> None:
+def penalise_tokens(scores: Tensor, ids: Tensor, there: Tensor, penalty: Tensor) -> None:
     """Divide the scores of these tokens by the penalty where positive, multiply them where negative; each once.
 
     Args:
@@ -93,9 +94,7 @@ def penalise_tokens(scores: torch.Tensor, ids: torch.Tensor, there: torch.Tensor
     scores.scatter_(1, at, torch.where(own < 0, own * penalty[:, None], own / penalty[:, None]))
 
 
-def subtract_counts(
-    scores: torch.Tensor, prefixes: TokenPrefixes, frequency: torch.Tensor, presence: torch.Tensor
-) -> None:
+def subtract_counts(scores: Tensor, prefixes: TokenPrefixes, frequency: Tensor, presence: Tensor) -> None:
     """Subtract `frequency` for each time that a token is among a row's new tokens, and `presence` once.
 
     Args:
@@ -106,7 +105,7 @@ def subtract_counts(
     scores.scatter_(1, at, scores.gather(1, at) - counts * frequency[:, None] - presence[:, None])
 
 
-def ban_repeated_ngrams(scores: torch.Tensor, prefixes: TokenPrefixes, size: int, in_prompt: bool = False) -> None:
+def ban_repeated_ngrams(scores: Tensor, prefixes: TokenPrefixes, size: int, in_prompt: bool = False) -> None:
     """Give no probability to a token that would end an n-gram which the prefix has already.
 
     Args:
@@ -127,9 +126,7 @@ def ban_repeated_ngrams(scores: torch.Tensor, prefixes: TokenPrefixes, size: int
     scores.scatter_(1, _columns(scores, last, same), float("-inf"))
 
 
-def add_sequence_bias(
-    scores: torch.Tensor, prefixes: TokenPrefixes, sequences: torch.Tensor, lens: torch.Tensor, bias: torch.Tensor
-) -> None:
+def add_sequence_bias(scores: Tensor, prefixes: TokenPrefixes, sequences: Tensor, lens: Tensor, bias: Tensor) -> None:
     """Add a bias to the last token of every sequence whose other tokens are the last ones of the prefix.
 
     Args:
@@ -145,7 +142,7 @@ def add_sequence_bias(
     scores += torch.zeros_like(scores).index_add_(1, sequences[:, -1], added)
 
 
-def _columns(scores: torch.Tensor, ids: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+def _columns(scores: Tensor, ids: Tensor, there: Tensor) -> Tensor:
     """Columns [N, L] of the scores for these tokens; the last column where a token is missing."""
     nobody = scores.shape[1] - 1
     return torch.where(there & (ids < nobody), ids, nobody)

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import BatchExtra
 from attention.cached import cached_property
@@ -103,7 +104,7 @@ class Logprobs(RoundExtra):
         """See `RoundExtra.columns`."""
         return AskingColumns(max_rows, self.most_prompt_rows)
 
-    def notes(self, own: BatchExtra, decision: Decision) -> tuple[torch.Tensor, ...]:
+    def notes(self, own: BatchExtra, decision: Decision) -> tuple[Tensor, ...]:
         """See `RoundExtra.notes`: of new tokens [J, n+1, W] and of prompt tokens [N, W'], columns as `of_notes` reads
         them, and whole rows [m, n+1, V].
 
@@ -123,7 +124,7 @@ class Logprobs(RoundExtra):
         return (tokens, *prompts, *([torch.stack(whole)] if whole else []))
 
 
-def _of_tokens(own: AskingRows, decision: Decision) -> torch.Tensor:
+def _of_tokens(own: AskingRows, decision: Decision) -> Tensor:
     """[J, n+1, W], 0 in rows without log-probabilities."""
     (rows, width), device = decision.index.shape, decision.logits.device
     places = on_device(own.places, device)
@@ -134,14 +135,14 @@ def _of_tokens(own: AskingRows, decision: Decision) -> torch.Tensor:
     return notes.index_copy_(0, places, told.view(len(places), width, -1))
 
 
-def _described(found: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+def _described(found: Tensor, tokens: Tensor, most: int) -> Tensor:
     """[r, W] as `of_notes` reads them. found: [r, V] log-probabilities; tokens: [r, 1]; most: alternatives."""
     value, top = found.gather(1, tokens), found.topk(min(most, found.shape[1]), dim=1)
     rank = (found > value).sum(1, keepdim=True)
     return torch.cat([value, rank.float(), top.indices.float(), top.values], 1)
 
 
-def _whole_row(own: WholeRows, decision: Decision) -> torch.Tensor:
+def _whole_row(own: WholeRows, decision: Decision) -> Tensor:
     """[n+1, V] float32."""
     at = decision.index[own.place]
     if own.own:
@@ -150,9 +151,7 @@ def _whole_row(own: WholeRows, decision: Decision) -> torch.Tensor:
     return scores if own.params.greedy else warped(scores, _tensors([own.params] * len(at), at.device))
 
 
-def _log_probabilities(
-    params: Sequence[SamplingParams], decision: Decision, at: torch.Tensor, width: int
-) -> torch.Tensor:
+def _log_probabilities(params: Sequence[SamplingParams], decision: Decision, at: Tensor, width: int) -> Tensor:
     """[m·width, V] float32, in each request's `logprobs_mode`; at: rows of logits."""
     processed = [row for row, own in enumerate(params) if own.logprobs_mode == "processed"]
     found = decision.logits[at].float().log_softmax(1)
@@ -164,7 +163,7 @@ def _log_probabilities(
     return found
 
 
-def _of_distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _of_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Log-probabilities of the distribution that a request samples from; for greedy requests, of the plain logits."""
     tensors = _tensors(params, logits.device)
     greedy = tensors.temperature == 0

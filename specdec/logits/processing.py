@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from attention.cached import cached_property
@@ -135,7 +136,7 @@ class LogitsRows:
         at = on_device(np.array(index, np.int64), self.prefixes.ids.device)
         return LogitsRows(tuple(self.subjects[n] for n in index), self.lens[list(index)], self.prefixes.rows(at))
 
-    def floats(self, name: str) -> torch.Tensor:
+    def floats(self, name: str) -> Tensor:
         """[N] float32, an option of each row."""
         return on_device(np.array([s.get(name) for s in self.subjects], np.float32), self._device)
 
@@ -144,12 +145,12 @@ class LogitsRows:
         return self.prefixes.ids.device
 
 
-Rule = tuple[Callable[[Subject], Any], Callable[[torch.Tensor, LogitsRows, Any], None]]
+Rule = tuple[Callable[[Subject], Any], Callable[[Tensor, LogitsRows, Any], None]]
 """A rule's setting for a request (False, None, 0 or () if it is off), and the change of the scores [N, V+1] of rows
 with equal settings."""
 
 
-def process(scores: torch.Tensor, rows: LogitsRows) -> None:
+def process(scores: Tensor, rows: LogitsRows) -> None:
     """Change scores [N, V+1] float32 in place by the options of their rows; the last column is no token's."""
     groups: dict[tuple[int, Hashable], list[int]] = {}
     for n, subject in enumerate(rows.subjects):
@@ -170,13 +171,13 @@ def process(scores: torch.Tensor, rows: LogitsRows) -> None:
             watch.note_largest(int(rows.lens[n]), largest, n, params.temperature)
 
 
-def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device, without waiting for it."""
     own = torch.from_numpy(values)
     return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
 
 
-def _write(scores: torch.Tensor, places: Iterable[tuple[int, int]], value: float) -> None:
+def _write(scores: Tensor, places: Iterable[tuple[int, int]], value: float) -> None:
     """Set scores of (row, token) to a value; tokens beyond V are left out."""
     own = np.array([(n, token) for n, token in places if token < scores.shape[1] - 1], np.int64).reshape(-1, 2)
     if len(own):
@@ -184,12 +185,12 @@ def _write(scores: torch.Tensor, places: Iterable[tuple[int, int]], value: float
         scores.index_put_((at[:, 0], at[:, 1]), scores.new_full((), value))
 
 
-def _ids(ids: Iterable[int], scores: torch.Tensor) -> torch.Tensor:
+def _ids(ids: Iterable[int], scores: Tensor) -> Tensor:
     kept = np.array([i for i in ids if i < scores.shape[1] - 1], np.int64)
     return on_device(kept, scores.device)
 
 
-def _sequence_bias(scores: torch.Tensor, rows: LogitsRows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
+def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
     most = max(len(ids) for ids, _ in biases)
     table = np.array([(0,) * (most - len(ids)) + ids for ids, _ in biases], np.int64)
     lens = np.array([len(ids) for ids, _ in biases], np.int64)
@@ -197,28 +198,28 @@ def _sequence_bias(scores: torch.Tensor, rows: LogitsRows, biases: tuple[tuple[t
     add_sequence_bias(scores, rows.prefixes, *(on_device(each, scores.device) for each in (table, lens, values)))
 
 
-def _logit_bias(scores: torch.Tensor, rows: LogitsRows, biases: tuple[tuple[int, float], ...]) -> None:
+def _logit_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[int, float], ...]) -> None:
     known = [(token, bias) for token, bias in biases if token < scores.shape[1] - 1]
     at = on_device(np.array([token for token, _ in known], np.int64), scores.device)
     scores[:, at] += on_device(np.array([bias for _, bias in known], np.float32), scores.device)
 
 
-def _encoder_repetition(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
+def _encoder_repetition(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     own = rows.prefixes.there & rows.prefixes.prompt_mask()
     # The inverse, as in transformers: above 1 the option favours tokens of the prompt.
     inverse = 1 / np.array([s.get("encoder_repetition_penalty") for s in rows.subjects])
     penalise_tokens(scores, rows.prefixes.ids, own, on_device(inverse.astype(np.float32), scores.device))
 
 
-def _repetition(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
+def _repetition(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     penalise_tokens(scores, rows.prefixes.ids, rows.prefixes.there, rows.floats("repetition_penalty"))
 
 
-def _counts(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
+def _counts(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     subtract_counts(scores, rows.prefixes, rows.floats("frequency_penalty"), rows.floats("presence_penalty"))
 
 
-def _ngrams(scores: torch.Tensor, rows: LogitsRows, size: int, in_prompt: bool = False) -> None:
+def _ngrams(scores: Tensor, rows: LogitsRows, size: int, in_prompt: bool = False) -> None:
     ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=in_prompt)
 
 
@@ -227,32 +228,32 @@ def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
     return tuple((ids, _NEVER) for ids in subject.get("bad_words_ids") if ids not in ends)
 
 
-def _no_end_yet(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
+def _no_end_yet(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     least = (max(s.get("min_length"), s.prompt_len + s.get("min_new_tokens")) for s in rows.subjects)
     early = [n for n, most in enumerate(least) if rows.lens[n] < most]
     _write(scores, ((n, end) for n in early for end in rows.subjects[n].ends), _NEVER)
 
 
-def _forced_first(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _forced_first(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     _force(scores, [n for n, length in enumerate(rows.lens) if length == 1], tokens)
 
 
-def _forced_last(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _forced_last(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     _force(scores, [n for n, s in enumerate(rows.subjects) if rows.lens[n] == s.limit - 1], tokens)
 
 
-def _force(scores: torch.Tensor, rows: list[int], tokens: tuple[int, ...]) -> None:
+def _force(scores: Tensor, rows: list[int], tokens: tuple[int, ...]) -> None:
     if rows:
         scores[on_device(np.array(rows, np.int64), scores.device), :-1] = _NEVER
         # 0: every other score is -inf, so a single forced token has probability 1 after any filter and temperature.
         _write(scores, ((n, token) for n in rows for token in tokens), 0.0)
 
 
-def _finite(scores: torch.Tensor, rows: LogitsRows, _: bool) -> None:
+def _finite(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     scores[:, :-1] = hf.InfNanRemoveLogitsProcessor()(None, scores[:, :-1])
 
 
-def _decay(scores: torch.Tensor, rows: LogitsRows, decay: tuple[int, float]) -> None:
+def _decay(scores: Tensor, rows: LogitsRows, decay: tuple[int, float]) -> None:
     start, factor = decay
     over = [int(length) - s.prompt_len - start for s, length in zip(rows.subjects, rows.lens, strict=True)]
     late = [(n, end, more) for n, more in enumerate(over) if more > 0 for end in rows.subjects[n].ends]
@@ -266,18 +267,18 @@ def _decay(scores: torch.Tensor, rows: LogitsRows, decay: tuple[int, float]) -> 
         scores.index_put_((at[:, 0], at[:, 1]), own + added)
 
 
-def _suppress(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _suppress(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     scores[:, _ids(tokens, scores)] = _NEVER
 
 
-def _allow(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _allow(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     at = _ids(tokens, scores)
     kept = scores[:, at]
     scores[:, :-1] = _NEVER
     scores[:, at] = kept
 
 
-def _suppress_first(scores: torch.Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _suppress_first(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
     first = [n for n, s in enumerate(rows.subjects) if rows.lens[n] == _begin(s)]
     _write(scores, ((n, token) for n in first for token in tokens), _NEVER)
 
@@ -288,11 +289,11 @@ def _begin(subject: Subject) -> int:
     return subject.prompt_len + forced
 
 
-def _by_the_user(scores: torch.Tensor, rows: LogitsRows, own: RequestProcessors) -> None:
+def _by_the_user(scores: Tensor, rows: LogitsRows, own: RequestProcessors) -> None:
     own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
 
 
-def _filtered(scores: torch.Tensor, rows: LogitsRows, filters: Filters) -> None:
+def _filtered(scores: Tensor, rows: LogitsRows, filters: Filters) -> None:
     """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
     afterwards, by which the round divides them. Rows without a token stay as they are: some classes raise for these."""
     given = scores[:, :-1]

@@ -7,6 +7,7 @@ from typing import Generic
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.staging import A, array
 
@@ -30,7 +31,7 @@ class SamplingParameters(Generic[A]):
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
-Parameters = SamplingParameters[torch.Tensor]
+Parameters = SamplingParameters[Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Filtered:
             keeps less than that, it decides: p is zero below min_p times the largest.
     """
 
-    stats: torch.Tensor
+    stats: Tensor
 
     @classmethod
     def empty(cls, *shape: int, device: torch.device) -> Filtered:
@@ -56,7 +57,7 @@ class Filtered:
         """Column `step` of [R, K] rows: a view."""
         return Filtered(self.stats[:, step])
 
-    def probs(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    def probs(self, logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
         """Probabilities [R, V] float32 of rows [R, V], each with its temperature > 0 and min_p [R], in torch."""
         peak, threshold, first, total = (s[:, None] for s in self.stats.unbind(-1))
         x = logits.float()
@@ -67,7 +68,7 @@ class Filtered:
 
 
 def filter_rows(
-    logits: torch.Tensor, peaks: torch.Tensor, sampling: Parameters, out: Filtered, *, index: torch.Tensor | None = None
+    logits: Tensor, peaks: Tensor, sampling: Parameters, out: Filtered, *, index: Tensor | None = None
 ) -> None:
     """Filter the rows with temperature > 0, as `target_probs` does; other rows of `out` stay.
 
@@ -96,10 +97,10 @@ class Proposal:
         sources: [J] int64, the row of D that each verified row's drafts come from; -1: they were greedy (one-hot q).
     """
 
-    logits: torch.Tensor
+    logits: Tensor
     filtered: Filtered
-    inverse: torch.Tensor
-    sources: torch.Tensor
+    inverse: Tensor
+    sources: Tensor
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,13 @@ class DraftPlaces:
         accepted: [R] int64, contiguous: a copy of num_accepted; None if not needed.
     """
 
-    logits: torch.Tensor
-    drafts: torch.Tensor
-    target_ids: torch.Tensor | None
-    accepted: torch.Tensor | None = None
+    logits: Tensor
+    drafts: Tensor
+    target_ids: Tensor | None
+    accepted: Tensor | None = None
 
 
-def inverse_map(target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
+def inverse_map(target_ids: Tensor, target_vocab_size: int) -> Tensor:
     """Target ids of all draft ids [Vd] -> `Proposal.inverse` [V] int32.
 
     >>> inverse_map(torch.tensor([1, 3]), 5).tolist()
@@ -131,8 +132,8 @@ def inverse_map(target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tenso
 
 
 def draw_drafts(
-    logits: torch.Tensor, ids: torch.Tensor, sampling: Parameters, uniform: torch.Tensor, step: int, out: Filtered, *,
-    num_accepted: torch.Tensor | None = None, places: DraftPlaces | None = None,
+    logits: Tensor, ids: Tensor, sampling: Parameters, uniform: Tensor, step: int, out: Filtered, *,
+    num_accepted: Tensor | None = None, places: DraftPlaces | None = None,
 ) -> None:  # fmt: skip
     """Replace the greedy draft ids of rows with temperature > 0 by draws from their q = `target_probs(logits)`.
 
@@ -154,8 +155,8 @@ def draw_drafts(
 
 
 def accept_drafts(
-    logits: torch.Tensor, index: torch.Tensor, filtered: Filtered, sampling: Parameters, num_drafts: torch.Tensor,
-    accept_uniform: torch.Tensor, next_uniform: torch.Tensor, packed: torch.Tensor, proposal: Proposal | None = None,
+    logits: Tensor, index: Tensor, filtered: Filtered, sampling: Parameters, num_drafts: Tensor,
+    accept_uniform: Tensor, next_uniform: Tensor, packed: Tensor, proposal: Proposal | None = None,
 ) -> None:  # fmt: skip
     """Decide the rows with temperature > 0 as `accept_sampled` does and rewrite them as `PackedResult.pack` would.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.filters_kernel import launch_filters
@@ -252,9 +253,9 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_drafts(
-    logits: torch.Tensor, ids: torch.Tensor, parameters: tuple[torch.Tensor, ...], uniform: torch.Tensor, step: int,
-    stats: torch.Tensor, num_accepted: torch.Tensor | None,
-    places: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+    logits: Tensor, ids: Tensor, parameters: tuple[Tensor, ...], uniform: Tensor, step: int,
+    stats: Tensor, num_accepted: Tensor | None,
+    places: tuple[Tensor | None, ...] = (None, None, None, None),
 ) -> None:  # fmt: skip
     """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4].
 
@@ -282,12 +283,12 @@ def launch_drafts(
 
 
 def launch_acceptance(
-    logits: torch.Tensor,
-    inputs: tuple[torch.Tensor, ...],
-    accept_uniform: torch.Tensor,
-    next_uniform: torch.Tensor,
-    packed: torch.Tensor,
-    proposal: tuple[torch.Tensor, ...] | None,
+    logits: Tensor,
+    inputs: tuple[Tensor, ...],
+    accept_uniform: Tensor,
+    next_uniform: Tensor,
+    packed: Tensor,
+    proposal: tuple[Tensor, ...] | None,
 ) -> None:
     """See `accept_drafts`.
 

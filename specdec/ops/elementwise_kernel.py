@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import quantised
@@ -53,21 +54,21 @@ def _silu_product_kernel(  # type: ignore[no-untyped-def]
     _store(product, start, token, out_ptr, scale_ptr, WIDTH, BLOCK)
 
 
-def launch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def launch_silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """See `specdec.ops.elementwise`."""
     out = gate.new_empty(gate.shape)
     _launch_silu_product(gate, up, out, None)
     return out
 
 
-def launch_silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_silu_product_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """See `specdec.ops.fp8`."""
     out, scales = _eight_bits(gate)
     _launch_silu_product(gate, up, out, scales)
     return out, scales
 
 
-def _launch_silu_product(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None) -> None:
+def _launch_silu_product(gate: Tensor, up: Tensor, out: Tensor, scales: Tensor | None) -> None:
     rows, others = _token_rows(gate), _token_rows(up)
     tokens, width = rows.shape
     _silu_product_kernel[(tokens, triton.cdiv(width, _BLOCK))](
@@ -76,14 +77,14 @@ def _launch_silu_product(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor
     )  # fmt: skip
 
 
-def _eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     """Results in 8 bits of the shape of x [1, T, F] or [T, F]: e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
     tokens, width = x.shape[-2:]
     out = x.new_empty(tokens, width, dtype=torch.float8_e4m3fn)
     return out, x.new_empty(tokens, triton.cdiv(width, 128), dtype=torch.float32)
 
 
-def _token_rows(x: torch.Tensor) -> torch.Tensor:
+def _token_rows(x: Tensor) -> Tensor:
     """x [1, T, F] or [T, F] -> [T, F], values of a row side by side."""
     rows = x[0] if x.ndim == 3 else x
     return rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -116,30 +117,26 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     _store(normed, 0, token, out_ptr, scale_ptr, WIDTH, BLOCK)
 
 
-def launch_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `specdec.ops.elementwise`; without a residual the first result is x."""
     out = x.new_empty(x.shape)
     return _launch_norm(x, residual, weight, eps, out, None), out
 
 
-def launch_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_norm_fp8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """See `specdec.ops.fp8`; without a residual the first result is x."""
     out, scales = _eight_bits(x)
     return _launch_norm(x, residual, weight, eps, out, scales), out, scales
 
 
 def _launch_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
     eps: float,
-    out: torch.Tensor,
-    scales: torch.Tensor | None,
-) -> torch.Tensor:
+    out: Tensor,
+    scales: Tensor | None,
+) -> Tensor:
     """Returns the sum of x and the residual."""
     width, rows = x.shape[-1], _token_rows(x)
     added = rows if residual is None else _token_rows(residual)
@@ -196,11 +193,11 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_rotation(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    outs: tuple[torch.Tensor, torch.Tensor],
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    outs: tuple[Tensor, Tensor],
 ) -> None:
     """See `specdec.ops.elementwise.rotated`; cos and sin of width D/2 hold for both halves.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.logits_kernel import (
@@ -210,8 +211,8 @@ def _list_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_filters(
-    logits: torch.Tensor, peaks: torch.Tensor, parameters: tuple[torch.Tensor, ...], stats: torch.Tensor,
-    index: torch.Tensor | None, copy: torch.Tensor | None = None, zeros: torch.Tensor | None = None,
+    logits: Tensor, peaks: Tensor, parameters: tuple[Tensor, ...], stats: Tensor,
+    index: Tensor | None, copy: Tensor | None = None, zeros: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4].
 

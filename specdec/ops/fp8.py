@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attention.hf.custom_op import opaque_operator
 from specdec.ops.elementwise import add_rms_norm, rms_norm, silu_product
@@ -27,12 +28,12 @@ LEAST_SCALE = 1e-12
 
 
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+) -> Tensor:
     """x [..., I] -> [..., O], dtype of x; the sum is rounded to it before the bias is added, as transformers does.
 
     Args:
@@ -53,9 +54,7 @@ def fp8_linear(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def unrounded_linear(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def unrounded_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `fp8_linear`, but activations are not rounded to 8 bits: the weight is dequantised to the dtype of x.
 
     For tests of the code between layers. A last bit of half precision moves some roundings to 8 bits, each by 6 % or
@@ -67,7 +66,7 @@ def unrounded_linear(
 
 
 @opaque_operator(lambda x: _empty(x))
-def fp8_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, I] -> e4m3 [T, I], and float32 [T, ⌈I/128⌉]: the largest magnitude of each group over 448."""
     if x.is_cuda:
         from specdec.ops.fp8_kernel import launch_quantise
@@ -80,16 +79,14 @@ def fp8_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @opaque_operator(lambda x, scale: x.new_empty(x.shape, dtype=FP8))
-def fp8_quantise_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def fp8_quantise_by(x: Tensor, scale: Tensor) -> Tensor:
     """x [T, I], a scale of one number -> x / scale in e4m3, clamped to ±448."""
     values = x if x.dtype == torch.float64 else x.float()
     return (values / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
 @opaque_operator(lambda x, x_scale, weight, weight_scale, dtype: x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
-def fp8_matmul(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def fp8_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x [T, I], weight [O, I] e4m3; x_scale [T, ⌈I/128⌉], weight_scale [⌈O/128⌉, ⌈I/128⌉] float32 -> [T, O] of dtype.
 
     On a GPU the weight is read once and stays in 8 bits; elsewhere it is dequantised to float32 at every call.
@@ -102,19 +99,19 @@ def fp8_matmul(
 
 
 def reference_matmul(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
     dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> Tensor:
     """As `fp8_matmul`, with weights and activations dequantised to float32, or to float64 if that is the dtype."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     activations = (_grouped(x.to(wide)) * x_scale[..., None]).flatten(1)[:, : x.shape[1]]
     return (activations @ dequantised(weight, weight_scale, wide).t()).to(dtype)
 
 
-def dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """weight [..., O, I] e4m3, scale [..., ⌈O/128⌉, ⌈I/128⌉] -> weight · scale of its block, in that dtype.
 
     It allocates no other tensor of the weight's size.
@@ -128,13 +125,13 @@ def dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return out
 
 
-def _grouped(x: torch.Tensor) -> torch.Tensor:
+def _grouped(x: Tensor) -> Tensor:
     """[T, I] -> [T, ⌈I/128⌉, 128], zeros at the end of the last group."""
     return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 
 @opaque_operator(lambda x, weight, eps: _empty(x))
-def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [1, T, H], weight [H] in half precision -> its `rms_norm` as e4m3 [T, H], scales [T, ⌈H/128⌉] float32."""
     if x.is_cuda:
         from specdec.ops.elementwise_kernel import launch_norm_fp8
@@ -144,9 +141,7 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[tor
 
 
 @opaque_operator(lambda x, residual, weight, eps: (x.new_empty(x.shape), *_empty(x)))
-def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [1, T, H] -> their sum, rounded, and its `rms_norm_fp8`."""
     if x.is_cuda:
         from specdec.ops.elementwise_kernel import launch_norm_fp8
@@ -157,7 +152,7 @@ def add_rms_norm_fp8(
 
 
 @opaque_operator(lambda gate, up: _empty(gate))
-def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_product_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """gate, up [1, T, F] or [T, F] -> their `silu_product` as e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
     if gate.is_cuda:
         from specdec.ops.elementwise_kernel import launch_silu_product_fp8
@@ -166,7 +161,7 @@ def silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor
     return fp8_quantise(silu_product(gate, up).view(-1, gate.shape[-1]))
 
 
-def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
     """Empty results for x [1, T, H] or [T, H]."""
     tokens, width = x.shape[-2:]
     return x.new_empty(tokens, width, dtype=FP8), x.new_empty(tokens, -(-width // BLOCK), dtype=torch.float32)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 
@@ -141,7 +142,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     tl.store(scale_ptr + token * groups + group, scale, mask=group < groups)
 
 
-def launch_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, I] -> e4m3 [T, I], scales [T, ⌈I/128⌉] float32."""
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, width = x.shape
@@ -250,13 +251,13 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_fp8_matmul(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
     dtype: torch.dtype,
     tiling: Fp8Tiling | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """See `specdec.ops.fp8.fp8_matmul`; scales may have strides of 0. tiling: default by `tiling_of`."""
     (tokens, width), rows = x.shape, len(weight)
     out = x.new_empty(tokens, rows, dtype=dtype)

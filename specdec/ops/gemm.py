@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _ALIGNED = 16
 """Bytes: rows and addresses that the chosen algorithms may read and write at once."""
@@ -40,12 +41,12 @@ class ProductShape(NamedTuple):
         return self.rows * size % _ALIGNED == 0 == self.width * size % _ALIGNED
 
 
-def aligned(*tensors: torch.Tensor) -> bool:
+def aligned(*tensors: Tensor) -> bool:
     """Whether each lies in memory without gaps, from a multiple of 16 bytes on."""
     return all(x.is_contiguous() and x.data_ptr() % _ALIGNED == 0 for x in tensors)
 
 
-Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Launch = Callable[[Tensor, Tensor], Tensor]
 """x [T, I], weight [O, I] -> x · weightᵀ [T, O], queued on the current stream."""
 
 
@@ -70,7 +71,7 @@ def forget() -> None:
     _launches.clear()
 
 
-def chosen_launch(x: torch.Tensor, weight: torch.Tensor) -> Launch | None:
+def chosen_launch(x: Tensor, weight: Tensor) -> Launch | None:
     """The algorithm chosen for x [T, I] · weightᵀ [I, O], or None."""
     if not _launches:
         return None
@@ -166,7 +167,7 @@ class Matmul:
         data, factors = np.frombuffer(algorithm.data, np.uint8).copy(), np.array([1, 0], np.float32)
         size, shape = algorithm.workspace, (self.shape.tokens, self.shape.rows)
 
-        def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def launch(x: Tensor, weight: Tensor) -> Tensor:
             out, one = x.new_empty(shape), factors.ctypes.data
             workspace = x.new_empty(size, dtype=torch.uint8) if size else None
             to, scratch = out.data_ptr(), 0 if workspace is None else workspace.data_ptr()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 
@@ -63,9 +64,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
         tl.store(mapped_ptr + row * mapped_stride, token)
 
 
-def launch_greedy(
-    logits: torch.Tensor, target_ids: torch.Tensor | None = None, mapped: torch.Tensor | None = None
-) -> torch.Tensor:
+def launch_greedy(logits: Tensor, target_ids: Tensor | None = None, mapped: Tensor | None = None) -> Tensor:
     """logits [T >= 1, V], columns side by side -> [T] int64.
 
     mapped: [T] int64 of any stride, gets the same ids, or target_ids [V] of them.
@@ -144,12 +143,12 @@ def _acceptance_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_placing(
-    token_ids: torch.Tensor,
-    places: torch.Tensor,
-    flat: torch.Tensor,
+    token_ids: Tensor,
+    places: Tensor,
+    flat: Tensor,
     width: int,
-    drafts: torch.Tensor,
-    sources: torch.Tensor,
+    drafts: Tensor,
+    sources: Tensor,
 ) -> None:
     """token_ids[places[i]] = drafts[sources[flat[i] // width], flat[i] % width], in place.
 
@@ -166,12 +165,12 @@ def launch_placing(
 
 
 def launch_acceptance(
-    greedy: torch.Tensor,
-    index: torch.Tensor,
-    num_drafts: torch.Tensor,
-    drafts: torch.Tensor,
-    sources: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    greedy: Tensor,
+    index: Tensor,
+    num_drafts: Tensor,
+    drafts: Tensor,
+    sources: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """The longest prefix of every row's drafts that is equal to the target's arg max, then the target's token.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from attention.hf.custom_op import opaque_operator
 
@@ -10,7 +11,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @opaque_operator(lambda logits: logits.new_empty(logits.shape[0], dtype=torch.int64))
-def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
+def greedy_ids(logits: Tensor) -> Tensor:
     """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones (on CUDA a NaN counts as infinity)."""
     if logits.is_cuda and _has_kernel(logits):
         from specdec.ops.greedy_kernel import launch_greedy
@@ -19,7 +20,7 @@ def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def greedy_drafts(logits: torch.Tensor, target_ids: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def greedy_drafts(logits: Tensor, target_ids: Tensor | None, out: Tensor) -> Tensor:
     """Like `greedy_ids`; out [T] int64 of any stride gets their target ids (target_ids [V] int64; None: the same ids).
 
     The same kernels write both. Not for compiled code, which would not know that `out` is written.
@@ -33,5 +34,5 @@ def greedy_drafts(logits: torch.Tensor, target_ids: torch.Tensor | None, out: to
     return ids
 
 
-def _has_kernel(logits: torch.Tensor) -> bool:
+def _has_kernel(logits: Tensor) -> bool:
     return logits.is_cuda and logits.dtype in _DTYPES and bool(logits.shape[0]) and logits.stride(1) == 1

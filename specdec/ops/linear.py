@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attention.backends.limits import HALF
 from attention.hf.custom_op import opaque_operator
@@ -21,7 +22,7 @@ tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 
 
 
 @opaque_operator(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
-def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def few_tokens_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs.
 
     More tokens than the kernel takes run by the algorithm that was chosen for the shape, if any.
@@ -37,7 +38,7 @@ def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return usual_product(x, weight)
 
 
-def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def usual_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O] by whatever algorithm the library takes."""
     few = MOST_TOKENS < len(x) <= MOST_TOKENS_BIASED and weight.shape[0] <= weight.shape[1]
     if few and x.is_cuda and x.dtype in HALF:
@@ -46,7 +47,7 @@ def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @opaque_operator(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
-def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T.
 
     Raises:
@@ -61,11 +62,11 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return launch_invariant_linear(_without_gaps(x), _without_gaps(weight), bias)
 
 
-def _without_gaps(x: torch.Tensor) -> torch.Tensor:
+def _without_gaps(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 @cache
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # cached for all callers, in inference mode or not
         return torch.zeros(size, dtype=dtype, device=device)

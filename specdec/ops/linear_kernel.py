@@ -9,9 +9,9 @@ weight, sixteen multiplications per step, by the same tensor-core instruction: t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 
@@ -54,12 +54,12 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & inside[:, None])
 
 
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel serves these shapes: whole tiles along the rows, rows without gaps."""
     return weight.shape[1] % _TILE_WIDTH == 0 and weight.stride(1) == 1 and x.stride(1) == 1
 
 
-def launch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def launch_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T <= 16, I], weight [O, I] -> [T, O]."""
     (tokens, width), rows = x.shape, len(weight)
     out = x.new_empty(tokens, rows)
@@ -116,7 +116,7 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & (row[:, None] < rows))
 
 
-def launch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def launch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] or None -> [T, O]; the rows of x and weight without gaps."""
     (tokens, width), rows = x.shape, len(weight)
     out = x.new_empty(tokens, rows)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.cached import cached_property
 from attention.staging import array_names, dtype_of
@@ -348,7 +349,7 @@ class SamplingArrays(SamplingParameters[np.ndarray]):
 
 
 @dataclass(frozen=True)
-class SamplingTensors(SamplingParameters[torch.Tensor]):
+class SamplingTensors(SamplingParameters[Tensor]):
     """SamplingArrays on the device, [R] each, for R rows of logits; `filters` as known on the host."""
 
     filters: bool = field(kw_only=True)
@@ -357,6 +358,6 @@ class SamplingTensors(SamplingParameters[torch.Tensor]):
         """Views of the parameters of the first rows."""
         return SamplingTensors(*(column[:count] for column in self.columns), filters=self.filters)
 
-    def rows(self, index: torch.Tensor) -> SamplingTensors:
+    def rows(self, index: Tensor) -> SamplingTensors:
         """The parameters of selected rows ([n] int64)."""
         return SamplingTensors(*(column.index_select(0, index) for column in self.columns), filters=self.filters)

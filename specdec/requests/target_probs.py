@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec.requests.sampling import SamplingTensors
 
 
-def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def target_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """The distribution a request samples from: temperature, then top-k, top-p, min-p.
 
     Order and tie rules are those of transformers' logits warpers (generation/logits_process.py): ties at the k-th logit
@@ -24,7 +25,7 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tenso
     return torch.where((sampling.temperature == 0)[:, None], one_hot, probs)
 
 
-def warped(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def warped(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """The logits [R, V] float32 whose softmax a sampled row's distribution is; a greedy row's are of no use."""
     # A greedy row has temperature 0: any divisor will do.
     scaled = logits.float() / torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
@@ -33,7 +34,7 @@ def warped(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     return _min_p(_top_k_top_p(scaled, sampling.top_k, sampling.top_p), sampling.min_p)
 
 
-def _top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """One sort serves both. Of equal logits at the boundary of top-p those with the lowest index go first."""
     vocab = logits.shape[-1]
     ordered, index = logits.sort(dim=-1, descending=False, stable=True)
@@ -47,13 +48,13 @@ def _top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor)
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
 
-def _min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def _min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     probs = logits.softmax(-1)
     drop = probs < min_p[:, None] * probs.amax(-1, keepdim=True)
     return logits.masked_fill(drop, float("-inf"))
 
 
-def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling: the first index whose cumulative probability exceeds u·total.
 
     Args:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from specdec.errors import InvalidInputError
@@ -27,9 +28,9 @@ from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
 from specdec.values import short
 
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[..., Any]
-PrefixFunction = Callable[[int, torch.Tensor], Sequence[int]]
+PrefixFunction = Callable[[int, Tensor], Sequence[int]]
 
 _KEPT_ROUNDS = 4
 """Rounds whose states are kept: after an interrupt a request goes on from its last reported token, at most two rounds
@@ -128,7 +129,7 @@ class _Left:
         row: which is the position's. temperature: of a sampled request; 0 of a greedy one.
     """
 
-    largest: torch.Tensor
+    largest: Tensor
     row: int
     temperature: float
 
@@ -165,7 +166,7 @@ class RequestProcessors:
         self._left: dict[int, _Left] = {}
         self._begins: list[int] = []
 
-    def apply(self, ids: torch.Tensor, lens: Sequence[int], scores: torch.Tensor) -> None:
+    def apply(self, ids: Tensor, lens: Sequence[int], scores: Tensor) -> None:
         """Change the scores of one verification of this request in place.
 
         What a processor raises at a position ends the request only if the tokens before that position are committed:
@@ -181,7 +182,7 @@ class RequestProcessors:
                 state = self._next(state, ids[row : row + 1, :length], scores[row : row + 1])
             self._after[length] = state
 
-    def note_largest(self, length: int, largest: torch.Tensor, row: int, temperature: float) -> None:
+    def note_largest(self, length: int, largest: Tensor, row: int, temperature: float) -> None:
         """Keep what all options have left of the scores of a position, see `_Left`: the next `error_at` tells."""
         self._left[length] = _Left(largest, row, temperature)
         self._left.pop(length - _KEPT_LEFT, None)
@@ -203,7 +204,7 @@ class RequestProcessors:
         self._left = {at: left for at, left in self._left.items() if oldest <= at < length}
         return self._after[length - 1]
 
-    def _next(self, state: State, ids: torch.Tensor, scores: torch.Tensor) -> State:
+    def _next(self, state: State, ids: Tensor, scores: Tensor) -> State:
         """Call every processor once more, on copies, and write its scores."""
         try:
             own = state.processors if self._pure or self.not_copied else copy.deepcopy(state.processors)
@@ -280,7 +281,7 @@ class Constrained:
     def __init__(self, function: PrefixFunction, batch_id: int) -> None:
         self.function, self._batch_id = function, batch_id
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         allowed = self.function(self._batch_id, input_ids[0])
         if not len(allowed):
             raise ValueError(f"it allows no token for batch_id {self._batch_id} after {input_ids.shape[1]} tokens")
@@ -308,8 +309,8 @@ def _is_pure(processor: Any) -> bool:
     return type(processor) in STATELESS or isinstance(processor, (*_FUNCTIONS, int, str, float, NoneType))
 
 
-def _checked(processor: Processor, found: Any, scores: torch.Tensor) -> torch.Tensor:
-    if not isinstance(found, torch.Tensor) or found.shape != scores.shape or not found.is_floating_point():
-        given = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+def _checked(processor: Processor, found: Any, scores: Tensor) -> Tensor:
+    if not isinstance(found, Tensor) or found.shape != scores.shape or not found.is_floating_point():
+        given = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise TypeError(f"{type(processor).__name__} returned {given} in place of scores {tuple(scores.shape)}")
     return found

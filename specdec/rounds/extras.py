@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import BatchExtra
 from attention.batch.metadata import CommonAttentionMetadata, MakeSection
@@ -31,16 +32,16 @@ class DecidedRows(Protocol):
     """
 
     @property
-    def token_ids(self) -> torch.Tensor: ...
+    def token_ids(self) -> Tensor: ...
 
     @property
-    def logits_indices(self) -> torch.Tensor: ...
+    def logits_indices(self) -> Tensor: ...
 
     @property
-    def logit_index(self) -> torch.Tensor: ...
+    def logit_index(self) -> Tensor: ...
 
     @property
-    def num_drafts(self) -> torch.Tensor: ...
+    def num_drafts(self) -> Tensor: ...
 
     @property
     def metadata(self) -> CommonAttentionMetadata: ...
@@ -57,10 +58,10 @@ class Decision:
         tokens: [J, n+1] int64 accepted drafts and the next bonus token of each row, anything after it.
     """
 
-    logits: torch.Tensor
-    adjusted: torch.Tensor
-    index: torch.Tensor
-    tokens: torch.Tensor
+    logits: Tensor
+    adjusted: Tensor
+    index: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class EarlyDrafts:
     host: [R, n] int64, by drafting row. copied: recorded after the copy; None on a CPU, where nothing is copied.
     """
 
-    host: torch.Tensor
+    host: Tensor
     copied: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
@@ -135,7 +136,7 @@ class RoundExtra:
         """
         return None
 
-    def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
+    def adjust(self, logits: Tensor, round_: DecidedRows) -> Tensor:
         """The logits [R', V] by which the verification is decided, from the target's, which stay as they are.
 
         It runs in every form of a round. Captured graphs replay its launches, so it must read values that change from
@@ -143,9 +144,7 @@ class RoundExtra:
         """
         return logits
 
-    def rewrite(
-        self, logits: torch.Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None
-    ) -> torch.Tensor:
+    def rewrite(self, logits: Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None) -> Tensor:
         """As `adjust`, after it, of rounds for which the extra has arrays, and never captured: it may read these.
 
         The tail of a round, from these logits to the decision, is launched anew then where a graph has decided already.
@@ -159,7 +158,7 @@ class RoundExtra:
         """Whether a round with these arrays reads from the device before its decision, for example its drafts."""
         return False
 
-    def limit(self, logits: torch.Tensor, own: BatchExtra, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def limit(self, logits: Tensor, own: BatchExtra, target_ids: Tensor, vocab_size: int) -> Tensor:
         """The head's logits [R, Vd] of the first draft of each row that drafts, the first R of the decided rows, with
         -inf for drafts that `rewrite` would reject. Called only if all tokens before the draft have been read, so never
         for captured graphs.
@@ -169,7 +168,7 @@ class RoundExtra:
         """
         return logits
 
-    def notes(self, own: BatchExtra, decision: Decision) -> tuple[torch.Tensor, ...]:
+    def notes(self, own: BatchExtra, decision: Decision) -> tuple[Tensor, ...]:
         """Tensors to read with the result of a round: float32 on the device.
 
         The first, [J, n+1, W], is reported to requests with their tokens; columns get all, see `ExtraColumns.commit`.
@@ -211,9 +210,9 @@ class DraftedPrefixes:
         there: [R', n+1] bool, which entries of token_ids exist: the first i+1.
     """
 
-    owner: torch.Tensor
-    token_ids: torch.Tensor
-    there: torch.Tensor
+    owner: Tensor
+    token_ids: Tensor
+    there: Tensor
 
 
 def drafted_prefixes(round_: DecidedRows) -> DraftedPrefixes:
@@ -237,7 +236,7 @@ def adjusting(extras: Sequence[RoundExtra]) -> tuple[RoundExtra, ...]:
     return tuple(extra for extra in extras if type(extra).adjust is not RoundExtra.adjust)
 
 
-def adjusted(extras: Sequence[RoundExtra], logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
+def adjusted(extras: Sequence[RoundExtra], logits: Tensor, round_: DecidedRows) -> Tensor:
     """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
     for extra in extras:
         logits = extra.adjust(logits, round_)
@@ -267,10 +266,10 @@ def read_early(
 def rewritten(
     extras: Sequence[RoundExtra],
     arrays: Sequence[BatchExtra | None],
-    logits: torch.Tensor,
+    logits: Tensor,
     round_: DecidedRows,
     drafts: EarlyDrafts | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """See `RoundExtra.rewrite`; the same tensor if no extra rewrites it. arrays: one entry for each extra."""
     for extra, own in zip(extras, arrays, strict=False):
         if own is not None and extra.rewrites:
@@ -287,7 +286,7 @@ def limited(
     extras: Sequence[RoundExtra],
     arrays: Sequence[BatchExtra | None],
     choose: Choose,
-    target_ids: torch.Tensor,
+    target_ids: Tensor,
     vocab_size: int,
 ) -> Choose:
     """`choose`, with some first drafts ruled out by extras: see `RoundExtra.limit`."""
@@ -295,7 +294,7 @@ def limited(
     if not each:
         return choose
 
-    def within(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def within(step: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         for extra, own in each if step == 0 else ():
             logits = extra.limit(logits, own, target_ids, vocab_size)
         return choose(step, logits)
@@ -303,9 +302,7 @@ def limited(
     return within
 
 
-def noted(
-    extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision
-) -> tuple[torch.Tensor, ...]:
+def noted(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision) -> tuple[Tensor, ...]:
     """See `RoundExtra.notes`. arrays: one entry for each extra."""
     for extra, own in zip(extras, arrays, strict=False):
         if own is not None and (notes := extra.notes(own, decision)):

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.fixed import LiveBatch, covering, write_pages
 from attention.batch.host import BatchExtra, HostBatch, page_counts_of, slots_at
@@ -33,7 +34,7 @@ from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
 from specdec.rounds.verification import TargetArrays, WindowedTable
 
-Carried = CarriedRows[torch.Tensor] | None
+Carried = CarriedRows[Tensor] | None
 
 
 class _Pages:

@@ -13,6 +13,7 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import (
@@ -100,7 +101,7 @@ class PassesSection:
         passes = (section.metadata(batch, staged) for section, batch in zip(self._later, later, strict=True))
         return (on_pages(target, self._first, first, staged.views), *passes)
 
-    def carried(self, staged: Staged) -> CarriedRows[torch.Tensor] | None:
+    def carried(self, staged: Staged) -> CarriedRows[Tensor] | None:
         """The carried rows on the device; None for one pass."""
         return self._carried.of(staged.views) if self._later else None
 
@@ -122,7 +123,7 @@ class Uniforms(Generic[A]):
 
 
 @dataclass(frozen=True)
-class DeviceSampling(Uniforms[torch.Tensor]):
+class DeviceSampling(Uniforms[Tensor]):
     """Sampling parameters and uniforms of a round's rows on the device; tensors: [R]."""
 
     tensors: SamplingTensors = field(kw_only=True)
@@ -134,7 +135,7 @@ class DeviceSampling(Uniforms[torch.Tensor]):
 
 
 @dataclass(frozen=True)
-class DeviceRound(VerificationArrays[torch.Tensor]):
+class DeviceRound(VerificationArrays[Tensor]):
     """One verification on the device.
 
     Attributes:
@@ -171,11 +172,11 @@ class VerificationSection:
 
 
 @dataclass(frozen=True)
-class DeviceAhead(AheadArrays[torch.Tensor]):
+class DeviceAhead(AheadArrays[Tensor]):
     """AheadInputs on the device; passes: the attention on the head's pages in each. carried: None of one pass."""
 
     passes: tuple[CommonAttentionMetadata, ...] = field(kw_only=True)
-    carried: CarriedRows[torch.Tensor] | None = field(kw_only=True)
+    carried: CarriedRows[Tensor] | None = field(kw_only=True)
 
 
 class AheadSection:
@@ -237,7 +238,7 @@ class SamplingSection:
         following[:count] = sampling.next_uniforms(following.shape[1])
         ahead[:count] = sampling.ahead_uniforms(ahead.shape[1])
 
-    def of(self, views: Mapping[str, torch.Tensor], filters: bool) -> DeviceSampling:
+    def of(self, views: Mapping[str, Tensor], filters: bool) -> DeviceSampling:
         """The device side; filters: whether any row restricts its support."""
         tensors = self._parameters.of(views, SamplingTensors, filters=filters)
         found: DeviceSampling = self._uniforms.of(views, DeviceSampling, tensors=tensors)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.batch.host import HostBatch, rows_batch
@@ -67,7 +68,7 @@ class ReadPiece:
     replay: np.ndarray | None = None
     num_new: int = 1
 
-    def right_tokens(self, of_rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def right_tokens(self, of_rows: Sequence[Tensor]) -> list[Tensor]:
         """What the right tokens of each row read here have, of tensors [tokens, …] of all rows."""
         stop = self.stop if self.right is None else self.right
         return [of_rows[row][self.start[row] : stop[row]] for row in self.rows]
@@ -89,7 +90,7 @@ class DummyRows:
     """Rows of random tokens, always the same: their ids, int64, and a block table [B, P] int32 in random order."""
 
     target: Target
-    ids: list[torch.Tensor]
+    ids: list[Tensor]
     table: np.ndarray
 
     @classmethod
@@ -110,7 +111,7 @@ class DummyRows:
         ids = [torch.randint(target.num_embeddings, (n,), generator=generator).to(device) for n in lens.tolist()]
         return cls(target, ids, pages.reshape(len(lens), width).astype(np.int32))
 
-    def read_by_row(self, piece: ReadPiece, model: Callable[..., Any] | None = None) -> list[torch.Tensor]:
+    def read_by_row(self, piece: ReadPiece, model: Callable[..., Any] | None = None) -> list[Tensor]:
         """Logits [tokens, V] of each row of a piece, float32. model: a form of the target, default its own."""
         lens = (piece.stop - piece.start)[list(piece.rows)]
         everything = torch.arange(int(lens.sum()), device=self.target.hf_model.device)
@@ -119,10 +120,10 @@ class DummyRows:
     def read(
         self,
         piece: ReadPiece,
-        logits_indices: torch.Tensor,
+        logits_indices: Tensor,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Logits [R, V] of the tokens `logits_indices` [R] of a piece, float32. keep_aux: see `Target.forward`."""
         target, rows = self.target, list(piece.rows)
         start, stop, table = piece.start[rows], piece.stop[rows], self.table[rows]
@@ -143,7 +144,7 @@ class DummyRows:
         planned = target.runner.plan(metadata)  # the same pages in each group
         return target.forward(self._given(piece), planned, logits_indices, model, keep_aux).logits.float()
 
-    def _given(self, piece: ReadPiece) -> torch.Tensor:
+    def _given(self, piece: ReadPiece) -> Tensor:
         """The ids of a piece's tokens [T], wrong drafts after the right ones."""
         vocab = self.target.num_embeddings
         right, given = piece.right_tokens(self.ids), []
@@ -167,7 +168,7 @@ def _rotary_positions(target: Target, batch: HostBatch, lens: list[int]) -> tupl
     return (RotaryPositions(torch.from_numpy(encoded).to(target.hf_model.device)),)
 
 
-def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:
+def read_eager(model: PreTrainedModel, ids: list[Tensor]) -> list[Tensor]:
     """Logits [len, V] of each row by the model's own eager forward, one row at a time, float32.
 
     Raises:
@@ -180,7 +181,7 @@ def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Te
     return logits
 
 
-def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def relative_errors(ours: Tensor, right: Tensor) -> Tensor:
     """[T] float64: rms error of each token's logits [T, V] over their rms. Equal infinities are no error."""
     # where: inf - inf would be NaN for logits that both sides mask.
     off = torch.where(ours == right, 0.0, ours - right).double()
@@ -213,7 +214,7 @@ def likely_cause(model: PreTrainedModel) -> str:
     return ""
 
 
-def _differ(ours: torch.Tensor, right: torch.Tensor) -> bool:
+def _differ(ours: Tensor, right: Tensor) -> bool:
     """Whether logits differ by more than rounding."""
     return not torch.allclose(ours, right.expand_as(ours), rtol=1e-3, atol=1e-4 * float(right.abs().max()))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.hf.weights import is_quantised
@@ -95,7 +95,7 @@ def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
-def _runner(layer: Any, model: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+def _runner(layer: Any, model: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The layer as a function of tokens [T, I], and tokens; the user's random generator stays as it is."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_BATCH_TOKENS, layer.in_features, generator=generator).to(model.device, model.dtype)
@@ -149,7 +149,7 @@ def mxfp4_self_test(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _test_packed(name: str, module: Any, run: Callable[..., torch.Tensor]) -> None:
+def _test_packed(name: str, module: Any, run: Callable[..., Tensor]) -> None:
     """Compare packed experts with their operator's results on a CPU, for the first and the last expert."""
     ends, small = [0, module.num_experts - 1], copy.copy(module)
     device = next(module.parameters()).device
@@ -185,7 +185,7 @@ def _test_experts(name: str, module: Any) -> None:
         _compare(name, ours[token], _summed(x[token : token + 1], None, stack[expert], scales[expert]))
 
 
-def _random(tokens: int, weight: torch.Tensor, static: torch.Tensor | None) -> torch.Tensor:
+def _random(tokens: int, weight: Tensor, static: Tensor | None) -> Tensor:
     """[T, I] bfloat16; groups of different size, by which a scale in the wrong place shows."""
     generator = torch.Generator().manual_seed(0)
     width = weight.shape[-1]
@@ -194,7 +194,7 @@ def _random(tokens: int, weight: torch.Tensor, static: torch.Tensor | None) -> t
     return x if static is None else x * (100 * static).to(x.dtype)
 
 
-def _summed(x: torch.Tensor, static: torch.Tensor | None, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _summed(x: Tensor, static: Tensor | None, weight: Tensor, scales: Tensor) -> Tensor:
     """x [T, I] rounded to 8 bits, times weight [O, I] with scales [≥⌈O/128⌉, ⌈I/128⌉]: [T, O] float32, plainly."""
     out = torch.zeros(len(x), len(weight), device=x.device)
     for group in range(math.ceil(x.shape[1] / BLOCK)):
@@ -207,7 +207,7 @@ def _summed(x: torch.Tensor, static: torch.Tensor | None, weight: torch.Tensor, 
     return out
 
 
-def _compare(name: str, ours: torch.Tensor, right: torch.Tensor, allowed: float = _TOLERANCE) -> None:
+def _compare(name: str, ours: Tensor, right: Tensor, allowed: float = _TOLERANCE) -> None:
     """[T, O] each, block by block of rows."""
     errors = [
         float(relative_errors(a.flatten(), b.flatten()))

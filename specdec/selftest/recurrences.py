@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.recurrence.functions import REFERENCE
 from attention.recurrence.index import FoldRule
@@ -93,7 +94,7 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
     device, dtype = tensors_of(states.states[0])[0].device, states.dtype
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int, form: str = "normal") -> torch.Tensor:
+    def random(*shape: int, form: str = "normal") -> Tensor:
         made = torch.randn if form == "normal" else torch.rand
         return made(shape, generator=generator)
 
@@ -128,7 +129,7 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
 def _rows(
     tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, most: int, device: torch.device
 ) -> StateRows:
-    def sent(x: np.ndarray) -> torch.Tensor:
+    def sent(x: np.ndarray) -> Tensor:
         return torch.from_numpy(x.astype(np.int32)).to(device)
 
     return StateRows(
@@ -143,17 +144,17 @@ def _rows(
 
 
 def _inputs(
-    spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Callable[..., torch.Tensor]
+    spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Callable[..., Tensor]
 ) -> tuple[str, Sequence[Any]]:
     """The name of a recurrence's function, and its inputs of `count` tokens before states and rows.
 
     Gates and steps are small, so that a token shows in the state for some ten tokens.
     """
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def drawn(*shape: int) -> Tensor:
         return random(*shape).to(dtype)
 
-    def uniform(*shape: int) -> torch.Tensor:
+    def uniform(*shape: int) -> Tensor:
         return random(*shape, form="uniform")
 
     match spec:
@@ -177,16 +178,16 @@ def _inputs(
             return "selective_scan", (x, dt, a, b, c, drawn(width))
 
 
-def _call(functions: Any, name: str, inputs: Sequence[Any], kept: CallState, rows: StateRows) -> torch.Tensor:
+def _call(functions: Any, name: str, inputs: Sequence[Any], kept: CallState, rows: StateRows) -> Tensor:
     """A recurrence's outputs [T, …] on the CPU, by functions on the device of `rows`; `kept` goes on."""
     device = rows.slots.device
-    sent = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
+    sent = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
     states = [kept.ring] if isinstance(kept, ConvState) else [kept.state, kept.ring]
-    found: torch.Tensor = getattr(functions, name)(*sent, *states, rows)
+    found: Tensor = getattr(functions, name)(*sent, *states, rows)
     return found.cpu()
 
 
-def _error(ours: torch.Tensor, right: torch.Tensor) -> float:
+def _error(ours: Tensor, right: Tensor) -> float:
     """Rms error over rms; NaN where ours has NaN. Of zeros: rms error."""
     size = right.float().norm()
     return float((ours.float() - right.float()).norm() / (size if size else 1.0))

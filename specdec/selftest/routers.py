@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
@@ -34,9 +34,9 @@ class Routed(NamedTuple):
     states: [T, H], its input. experts: [T, k] int64, the chosen ones. weights: their factors, [T, k].
     """
 
-    states: torch.Tensor
-    experts: torch.Tensor
-    weights: torch.Tensor
+    states: Tensor
+    experts: Tensor
+    weights: Tensor
 
     def tokens(self, start: int, stop: int) -> Routed:
         """Those of tokens start … stop."""
@@ -46,7 +46,7 @@ class Routed(NamedTuple):
         """The tokens of both."""
         return Routed(*(torch.cat(pair) for pair in zip(self, more, strict=True)))
 
-    def moved(self, own: Routed) -> torch.Tensor:
+    def moved(self, own: Routed) -> Tensor:
         """[T, k] bool: the experts here that `own` has not for that token, or with quite another factor.
 
         Phi-MoE's factors jump as well: by which of its two experts is first, and by which others are near.
@@ -79,7 +79,7 @@ class RoutedReader:
             )
             begin += b - a
 
-    def read_eager(self, model: PreTrainedModel, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, list[Routed]]:
+    def read_eager(self, model: PreTrainedModel, row: int, ids: Tensor) -> tuple[Tensor, list[Routed]]:
         """A row's logits [T, V] by the model's own eager forward with the experts chosen before, and its own calls."""
         with _calls(model, self.rows[row]) as own:
             (logits,) = read_eager(model, [ids])
@@ -141,5 +141,5 @@ def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list
 
 
 def _is_routed(inputs: tuple[Any, ...]) -> bool:
-    tensors = len(inputs) == 3 and all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in inputs)
+    tensors = len(inputs) == 3 and all(isinstance(x, Tensor) and x.ndim == 2 for x in inputs)
     return tensors and not inputs[1].is_floating_point() and inputs[2].shape == inputs[1].shape

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.backends.limits import HALF
@@ -159,14 +160,14 @@ def _fits(target: Target, error: float) -> bool:
     return bool(target.group.least([int(error <= _limit(target, error))])[0])
 
 
-def _errors(rows: DummyRows, pieces: list[ReadPiece]) -> list[torch.Tensor]:
+def _errors(rows: DummyRows, pieces: list[ReadPiece]) -> list[Tensor]:
     """The error of each row of each piece against the model's own eager forward."""
     with errors_named(rows.target.hf_model, "its own eager forward reads one row of dummy tokens"):
         right = read_eager(rows.target.hf_model, rows.ids)
     return [error for piece in pieces for error in _compared(_read(rows, piece), piece, right)]
 
 
-def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -> list[torch.Tensor]:
+def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -> list[Tensor]:
     """The same against an eager forward with the paged one's choices of experts, and of the states these read.
 
     Raises:
@@ -174,7 +175,7 @@ def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -
     """
     model, reader = rows.target.hf_model, RoutedReader()
 
-    def read(piece: ReadPiece) -> list[torch.Tensor]:
+    def read(piece: ReadPiece) -> list[Tensor]:
         read_rows = list(piece.rows)
         with reader.reading(model, piece.start[read_rows], piece.stop[read_rows]):
             return _read(rows, piece)
@@ -189,7 +190,7 @@ def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -
     return [*errors, *_compared(last, alone, [reader.read_eager(model, 0, rows.ids[0])[0]])]
 
 
-def _read(rows: DummyRows, piece: ReadPiece) -> list[torch.Tensor]:
+def _read(rows: DummyRows, piece: ReadPiece) -> list[Tensor]:
     """Logits of each row of a piece; of a batch of one its last token's, keeping aux hidden states as rounds do.
 
     Aux hidden states are kept if their buffer has room for the tokens.
@@ -204,13 +205,13 @@ def _read(rows: DummyRows, piece: ReadPiece) -> list[torch.Tensor]:
         return [rows.read(piece, torch.tensor([num_tokens - 1], device=model.device), keep_aux=keep)]
 
 
-def _compared(ours: list[torch.Tensor], piece: ReadPiece, right: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _compared(ours: list[Tensor], piece: ReadPiece, right: Sequence[Tensor]) -> list[Tensor]:
     """The error of each row of a piece: of its right tokens or, where its last token alone was read, of that."""
     pairs = zip(ours, piece.right_tokens(right), strict=True)
     return [_error(own[: len(theirs)], theirs[-len(own) :]) for own, theirs in pairs]
 
 
-def _largest(errors: list[torch.Tensor]) -> float:
+def _largest(errors: list[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
@@ -292,7 +293,7 @@ def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, nu
         head.check_convention(*read_text(model, tokenizer), num_drafts)
 
 
-def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H].
 
     Raises:
@@ -312,7 +313,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
     return token_ids, last_states(decoder, decoder(input_ids=token_ids[None], use_cache=False), width)[0]
 
 
-def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _error(ours: Tensor, right: Tensor) -> Tensor:
     """Rms error over rms of [T, V], the median of some 32 neighbouring tokens; the largest of these medians.
 
     So a flipped expert of one token does not count, and errors from some position on do. NaN where a token has NaN.

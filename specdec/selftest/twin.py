@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -229,7 +230,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     return None
 
 
-def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[torch.Tensor], with_none: bool) -> str | None:
+def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[Tensor], with_none: bool) -> str | None:
     """A description of what is wrong with a piece's logits, or None. with_none: read it without logits, too."""
     states, own = rows.target.states, torch.cat(piece.right_tokens(right))
     kept = None if states is None else states.copied()
@@ -249,7 +250,7 @@ def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[torch.Tensor
     return None
 
 
-def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
+def _selections(lens: np.ndarray, with_none: bool) -> tuple[Tensor, ...]:
     """Logits indices to test: all, the last of each row as after a prompt, and none as within one."""
     last = torch.from_numpy(np.cumsum(lens) - 1)
     return (torch.arange(int(lens.sum())), last, last[:0])[: 3 if with_none else 2]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.hf.gate import gate_of
@@ -104,9 +104,9 @@ class _Buffer(NamedTuple):
     in place are not read either."""
 
     name: str
-    held_by: dict[str, torch.Tensor | None]
+    held_by: dict[str, Tensor | None]
     key: str
-    tensor: torch.Tensor
+    tensor: Tensor
     writes: int | None
 
     @property
@@ -366,13 +366,13 @@ class WeightVersions:
         self._hooks = hook_ids(self._hook_tables)
 
 
-def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Where their values begin."""
-    plain = {torch.Tensor, nn.Parameter}.issuperset(map(type, tensors))
-    return list(map(torch.Tensor.data_ptr if plain else address_of, tensors))
+    plain = {Tensor, nn.Parameter}.issuperset(map(type, tensors))
+    return list(map(Tensor.data_ptr if plain else address_of, tensors))
 
 
-def writes_to(tensors: list[torch.Tensor]) -> list[int]:
+def writes_to(tensors: list[Tensor]) -> list[int]:
     """torch's counts of writes to them; 0 for inference tensors, which have none."""
     try:
         return [tensor._version for tensor in tensors]  # torch's count of in-place writes has no public name
@@ -380,7 +380,7 @@ def writes_to(tensors: list[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:
+def equal_buffers(before: Tensor, now: Tensor) -> bool:
     """Whether another buffer has the same values: some forwards recreate their rotary buffer."""
     if before is now or isinstance(before, nn.Parameter) or isinstance(now, nn.Parameter):
         return False

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.hf.weights import memory_of
@@ -48,7 +49,7 @@ def _digits(text: str) -> str:
 
 def _marks(module: torch.nn.Module) -> list[_Mark]:
     """Marks of all stored tensors, by name; of every part of quantised weights that are made of several tensors."""
-    stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
     found: list[_Mark] = []
     for name, tensor in sorted(parts, key=lambda part: part[0]):
@@ -108,7 +109,7 @@ def _wrapped(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     """All elements in a row [n], as integers of the same size (complex numbers as pairs)."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = plain.detach().reshape(-1).contiguous()

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 E = TypeVar("E")
 GRAPH_PASSES: list[Callable[[Any], None]] = []
@@ -39,7 +40,7 @@ class Group:
     size: int = 1
     lost: bool = False
 
-    def share(self, ids: torch.Tensor) -> None:
+    def share(self, ids: Tensor) -> None:
         """Overwrite `ids`, contiguous int64 on the device, with the first process's ids; here they are unchanged."""
 
     def wait(self, event: torch.cuda.Event) -> None:

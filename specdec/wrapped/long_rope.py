@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.checking import require
@@ -117,7 +117,7 @@ def _drops_its_cache(model: PreTrainedModel) -> bool:
     return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
 
 
-def looked_up(found: LongRope, x: torch.Tensor, max_positions: int) -> list[Value]:
+def looked_up(found: LongRope, x: Tensor, max_positions: int) -> list[Value]:
     """Attributes that make the rotary modules look up cos and sin by token, to be borrowed for a specdec forward.
 
     x: any tensor of the model's dtype and device; max_positions: positions that a token may have.
@@ -127,9 +127,7 @@ def looked_up(found: LongRope, x: torch.Tensor, max_positions: int) -> list[Valu
 
 
 @torch.no_grad()
-def _lookup(
-    module: nn.Module, x: torch.Tensor, max_positions: int, original: int
-) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _lookup(module: nn.Module, x: Tensor, max_positions: int, original: int) -> Callable[..., tuple[Tensor, ...]]:
     """The replacement for a module's forward."""
     positions = torch.arange(max(max_positions, original + 1), device=x.device)
     chunks = [_long(module, x, part, original) for part in positions.split(_CHUNK)]
@@ -137,14 +135,14 @@ def _lookup(
     short = module(x, positions[:original][None])  # last: it leaves the module's frequencies as they were loaded
     tables = [torch.cat((a[:original], b[0], a[original:])) for a, b in zip(long, short, strict=True)]
 
-    def lookup(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def lookup(x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         places = position_ids + original
         return tuple(table[places].to(x.dtype) for table in tables)
 
     return lookup
 
 
-def _long(module: nn.Module, x: torch.Tensor, positions: torch.Tensor, original: int) -> list[torch.Tensor]:
+def _long(module: nn.Module, x: Tensor, positions: Tensor, original: int) -> list[Tensor]:
     """Each result [T, D] of a module for these positions with the long factors: one more makes the forward long."""
     beyond = torch.cat((positions, positions.new_full((1,), original)))
     return [result[0, :-1] for result in module(x, beyond[None])]

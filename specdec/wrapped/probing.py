@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
@@ -166,13 +167,13 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     )
 
 
-def last_states(decoder: torch.nn.Module, output: Any, width: int) -> torch.Tensor:
+def last_states(decoder: torch.nn.Module, output: Any, width: int) -> Tensor:
     """[1, T, width], the last states in the output of a model's decoder (`decoder_of`).
 
     Raises:
         UnsupportedModelError: the output has none, or they have another width.
     """
-    states: torch.Tensor | None = getattr(output, "last_hidden_state", None)
+    states: Tensor | None = getattr(output, "last_hidden_state", None)
     if states is None or states.shape[-1] != width:
         found = "" if states is None else f", but {list(states.shape)}"
         raise UnsupportedModelError(

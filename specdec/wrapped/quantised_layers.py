@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
@@ -82,11 +82,11 @@ def _rounds_by_its_forward(layer: Any) -> bool:
     return bool(rounds and getattr(status, "value", "") == "decompressed" and "forward" in vars(layer))
 
 
-def _switched(layer: Any, rounding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _switched(layer: Any, rounding: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A forward of this layer that is its class's while activations are not rounded."""
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out: torch.Tensor = rounding(*args, **kwargs) if are_rounded() else type(layer).forward(layer, *args, **kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = rounding(*args, **kwargs) if are_rounded() else type(layer).forward(layer, *args, **kwargs)
         return out
 
     return forward
@@ -111,7 +111,7 @@ class _WeightsMultipliedOut(TorchFunctionMode):
 class Fp8Linear(FP8Linear):
     """A transformers FP8 linear layer whose forward is specdec's operator."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if are_rounded():
             return fp8_linear(input, self.weight, self.weight_scale_inv, self.bias, self.activation_scale)
@@ -121,9 +121,7 @@ class Fp8Linear(FP8Linear):
 class Fp8Experts(FP8Experts):
     """A transformers FP8 mixture of experts whose forward is specdec's operator, for any experts implementation."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index [T, k] int64, top_k_weights [T, k] -> [T, H]."""
         return own_form(self, hidden_states, top_k_index, top_k_weights, are_rounded())
 
@@ -310,7 +308,7 @@ class Mxfp4Experts(nn.Module):
             self.register_parameter(f"{name}_scales", nn.Parameter(scales, requires_grad=False))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(shape[:2]), requires_grad=False))
 
-    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden_states [T, H], index [T, k] int64, weights [T, k] -> [T, H]."""
         return own_form(self, hidden_states, index, weights)
 

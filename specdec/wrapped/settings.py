@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.hf.mixing import MIXING_FUNCTIONS
@@ -80,7 +79,7 @@ class Held:
 
     def __init__(self, value: object) -> None:
         self.value = value
-        counted = isinstance(value, torch.Tensor) and not value.is_inference()
+        counted = isinstance(value, Tensor) and not value.is_inference()
         self.version = value._version if counted else 0  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +122,7 @@ class Settings:
         found = (place for place in _places(named) if place.key not in moving)
         places = tuple(place for place in found if place.built_in or not built_in_only)
         values, modules = _read(places), tuple(module for _, module in named)
-        deep = {i: _comparable(v) for i, v in enumerate(values) if isinstance(v, (torch.Tensor, *_CONTAINERS))}
+        deep = {i: _comparable(v) for i, v in enumerate(values) if isinstance(v, (Tensor, *_CONTAINERS))}
         return cls(roots, moving, places, values, deep, modules, _sizes(modules), list(map(type, modules)))
 
     def settled(self) -> Settings:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from attention.batch.metadata import CommonAttentionMetadata
@@ -51,12 +52,12 @@ class AuxStateRecorder:
         for layer in aux_layers:
             if layer != FINAL_NORM and not 0 <= layer <= num_layers:
                 raise InvalidInputError(f"aux layer {layer}: the target has aux layers 0 … {num_layers}")
-        weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
+        weight: Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
         self._width = probed.model.config.get_text_config().hidden_size
         self.buffer = torch.zeros(max_tokens, len(aux_layers) * self._width, dtype=weight.dtype, device=weight.device)
         self._on = False
         self._thread: int | None = None
-        self._caught: dict[int, torch.Tensor] = {}
+        self._caught: dict[int, Tensor] = {}
         self._missing: set[int] = set()
         self._num_tokens = 0
         self._places = range(len(aux_layers))
@@ -110,7 +111,7 @@ class AuxStateRecorder:
     def _after_layer(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._store(place, output[0] if isinstance(output, tuple) else output)
 
-    def _store(self, place: int, states: torch.Tensor) -> None:
+    def _store(self, place: int, states: Tensor) -> None:
         if not self._on:
             return
         if torch.compiler.is_compiling():
@@ -133,7 +134,7 @@ class AuxStateRecorder:
         torch.cat(rows, dim=-1, out=self.buffer[: self._num_tokens])
         self._missing.clear()
 
-    def _rows(self, states: torch.Tensor) -> torch.Tensor:
+    def _rows(self, states: Tensor) -> Tensor:
         """[T, H] of the forward's tokens."""
         rows = states.reshape(-1, self._width)[: self._num_tokens]
         if len(rows) < self._num_tokens:
@@ -148,8 +149,8 @@ class TargetOutput:
     `aux_hidden_states` is a view of that buffer, valid until the next forward.
     """
 
-    logits: torch.Tensor
-    aux_hidden_states: torch.Tensor
+    logits: Tensor
+    aux_hidden_states: Tensor
 
 
 class Target:
@@ -214,15 +215,15 @@ class Target:
         return min(self.vocab_size, len(self._embedding))
 
     @property
-    def _embedding(self) -> torch.Tensor:
-        weight: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
         return weight
 
     def forward(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         planned: PlannedBatch,
-        logits_indices: torch.Tensor | None,
+        logits_indices: Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
     ) -> TargetOutput:
@@ -253,7 +254,7 @@ class Target:
         count = num_tokens if logits_indices is None else len(logits_indices)
         return TargetOutput(logits[:count], self._recorder.buffer[:kept])
 
-    def rotary_positions(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
+    def rotary_positions(self, metadata: CommonAttentionMetadata) -> Tensor:
         """[T] int64 positions of a batch's tokens as the model gets them."""
         own = metadata.extra(RotaryPositions) if self.long_rope is not None else None
         return metadata.positions if own is None else own.positions
@@ -275,14 +276,14 @@ class Target:
 
     def launch(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logits_indices: torch.Tensor | None,
+        token_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor | None,
         attend: LayerAttend,
         model: Callable[..., Any],
         recur: Recur | None,
         kept: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The model with any attention, [R, V] logits; `forward`, and graphs by segments, where it is compiled.
 
         Args:
@@ -297,12 +298,12 @@ class Target:
             selection = {"logits_to_keep": 0 if logits_indices is None else logits_indices}
         with self._port.using(attend), recurring, self._recorder.recording(kept, kept > 0):
             output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
-        logits: torch.Tensor = output.logits[0]
+        logits: Tensor = output.logits[0]
         if logits_indices is None or self._selects_rows:
             return logits
         return logits.index_select(0, logits_indices)
 
-    def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
+    def aux_hidden_states(self, num_tokens: int) -> Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""
         return self._recorder.buffer[:num_tokens]
 
@@ -318,22 +319,22 @@ def placeholders(config: Any) -> dict[int, str]:
     return found
 
 
-def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+def _at_least_two(x: Tensor) -> Tensor:
     # The compiler specialises sizes 0 and 1. Logits of the added token are cut off, and `_once` keeps it out of the
     # cache.
     return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
 
 
-def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _once(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Attention of a batch's only token, to which a second was added; only the first is written to the cache."""
 
-    def first(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: Any) -> torch.Tensor:
+    def first(layer: int, query: Tensor, key: Tensor, value: Tensor, *sinks: Any) -> Tensor:
         return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)
 
     return first
 
 
-def own_logits(engine: Any, token_ids: Sequence[int]) -> torch.Tensor:
+def own_logits(engine: Any, token_ids: Sequence[int]) -> Tensor:
     """[T, V]: logits of the own forward of an engine's target, without cache and head, after each of these tokens.
 
     Every process of the target's group must call it, see `Group.run`.
@@ -342,5 +343,5 @@ def own_logits(engine: Any, token_ids: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor([list(token_ids)], device=model.device)
     as_generated = evaluating(model, trainable_modules(model))
     with gate_of(model.config).held(), as_generated, torch.inference_mode():
-        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
+        logits: Tensor = model(ids, use_cache=False).logits[0]
     return logits

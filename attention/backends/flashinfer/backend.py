@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from attention.backends.building import Build
 from attention.backends.flashinfer.mla import (
@@ -84,7 +85,7 @@ class _Ring:
     """FlashInfer wrappers of one kernel; each is planned again only after the copy of its last plan is done."""
 
     def __init__(
-        self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route
+        self, workspace: Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route
     ) -> None:
         self.build = building(group.format.dtype_for(dtype), key, dtype, route)
         self._make = lambda: Kernel(workspace, group, key, dtype, route)
@@ -110,7 +111,7 @@ class FlashInferBuilder:
 
     def __init__(
         self,
-        workspace: torch.Tensor,
+        workspace: Tensor,
         group: CacheGroup,
         key: AttentionSpec,
         dtype: torch.dtype,
@@ -248,7 +249,7 @@ class FlashInferBackend:
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
         self._packed = PackedKernels(device)
-        self._zeroed: torch.Tensor | None = None
+        self._zeroed: Tensor | None = None
 
     def cascade(self) -> None:
         self._packed = PackedKernels(self._workspace.device, cascades=True)
@@ -329,7 +330,7 @@ class FlashInferBackend:
             self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return TrtllmKernel(self._zeroed, group, key)
 
-    def _workspace_for(self, key: AttentionSpec, shape: PlanShape | None = None) -> torch.Tensor:
+    def _workspace_for(self, key: AttentionSpec, shape: PlanShape | None = None) -> Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
         needed = split_bytes(key, sms, *(() if shape is None else (shape.rows, shape.query_len, shape.tokens)))
@@ -342,14 +343,14 @@ class FlashInferBackend:
         self,
         plan: FlashInferPlan | MlaPlan | InvariantPlan | TrtllmPlan,
         key: AttentionSpec,
-        query: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        query: Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
-        sinks: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         from attention.kernels.cache_write import write_kv
 

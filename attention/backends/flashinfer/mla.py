@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.backends.building import Build, in_background
 from attention.backends.flashinfer.mla_plan import LATENT_DIM, PlanLayout, SplitKV, Tiles, write_all, write_lengths
@@ -96,7 +97,7 @@ class MlaPlan:
     work: WorkList
     generation: int
     info: tuple[int, ...]
-    page_indices: torch.Tensor
+    page_indices: Tensor
 
 
 def building_latent(dtype: torch.dtype, device: torch.device) -> Build:
@@ -119,7 +120,7 @@ def _module(dtype: torch.dtype, device: torch.device) -> Any:
 class MlaKernel:
     """FlashInfer's kernel for one (CacheGroup, AttentionSpec, dtype)."""
 
-    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
+    def __init__(self, workspace: Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
         """Begins to build the kernel when it is not built yet; its first launch waits for it."""
         self.device = workspace.device
         self.building = building_latent(dtype, self.device)
@@ -133,7 +134,7 @@ class MlaKernel:
         # argument.
         self._tail = (_CAUSAL, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
 
-    def run(self, plan: MlaPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
+    def run(self, plan: MlaPlan, query: Tensor, layer_kv: LayerKV, out: Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
         latent, rope = layer_kv.latent_and_rope
         if self._module is None:
@@ -219,12 +220,12 @@ class FixedMlaBuilder:
 
 def run_mla(
     plan: MlaPlan,
-    query: torch.Tensor,
-    key_states: torch.Tensor,
+    query: Tensor,
+    key_states: Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512].
 
     Padding, and `out`: see `AttentionBackend.run`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attention.backends.flashinfer.wrapper import Part
 from attention.batch.host import HostBatch
@@ -71,7 +72,7 @@ class PackedKernel:
         """See `Kernel.keeps`: any lengths will do."""
         return True
 
-    def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    def run(self, query: Tensor, layer_kv: LayerKV, out: Tensor, sinks: Tensor | None) -> None:
         """See `Kernel.run`; without sinks."""
         from attention.kernels.packed_kernel import launch_packed
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.backends.limits import HALF, has_flashinfer_heads
 from attention.batch.host import HostBatch
@@ -70,12 +71,12 @@ class Launch:
 
     start: int
     stop: int
-    tables: torch.Tensor
-    seq_lens: torch.Tensor
+    tables: Tensor
+    seq_lens: Tensor
     most_queries: int
     most_keys: int
-    query_start: torch.Tensor | None = None
-    key_start: torch.Tensor | None = None
+    query_start: Tensor | None = None
+    key_start: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class TrtllmPlan:
 class TrtllmKernel:
     """FlashInfer's decode and prompt functions for one AttentionSpec, with the buffers they work in."""
 
-    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec) -> None:
+    def __init__(self, workspace: Tensor, group: CacheGroup, key: AttentionSpec) -> None:
         """workspace: zeros at first, used by these kernels only."""
         self.device, self.group = workspace.device, group
         self._workspace, self._key, self._sms = workspace, key, multiprocessors(workspace.device)
         self._counters = self._zeros(1)
 
-    def _zeros(self, rows: int) -> torch.Tensor:
+    def _zeros(self, rows: int) -> Tensor:
         """Counters of the CTAs that share a row's KV; each launch leaves them at zero.
 
         Source: flashinfer/utils.py (get_trtllm_gen_multi_ctas_kv_counter_bytes).
@@ -108,7 +109,7 @@ class TrtllmKernel:
         if len(self._counters) < 4 * rows * self._key.num_q_heads:
             self._counters = self._zeros(rows)
 
-    def run(self, launch: Launch, query: torch.Tensor, layer: LayerKV, out: torch.Tensor, sinks: Any) -> None:
+    def run(self, launch: Launch, query: Tensor, layer: LayerKV, out: Tensor, sinks: Any) -> None:
         """query [b's tokens, Hq, D], out: the same, contiguous; sinks [Hq] float32 or None."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache
@@ -166,7 +167,7 @@ class TrtllmBuilder:
 
     @staticmethod
     def _launch(
-        metadata: CommonAttentionMetadata, tables: torch.Tensor, lens: torch.Tensor, first: int, last: int, cut: int
+        metadata: CommonAttentionMetadata, tables: Tensor, lens: Tensor, first: int, last: int, cut: int
     ) -> Launch:
         host, rows = metadata.host, slice(first, last)
         start, stop = int(host.query_start_loc[first]), int(host.query_start_loc[last])
@@ -221,7 +222,7 @@ class FixedTrtllmBuilder:
         self._sent = sent
 
 
-def tables_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
+def tables_of(metadata: CommonAttentionMetadata) -> Tensor:
     """[B, W] int32 block tables on the device from the flat list of pages; 0 past a row's end."""
     width = int(metadata.host.page_counts.max(initial=1))
     starts, pages = metadata.page_indptr, metadata.page_indices
@@ -230,7 +231,7 @@ def tables_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
     return torch.where(own, pages[torch.where(own, at, 0)], 0)
 
 
-def keys_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
+def keys_of(metadata: CommonAttentionMetadata) -> Tensor:
     """[B] int32 keys on each row's list of pages, on the device; fewer than the row has in a windowed group."""
     starts = metadata.page_indptr
     return (starts[1:] - starts[:-1] - 1) * metadata.host.page_size + metadata.last_page_len
@@ -238,14 +239,14 @@ def keys_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
 
 def run_trtllm(
     plan: TrtllmPlan,
-    query: torch.Tensor,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
+    query: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Write K and V, then attend; see `AttentionBackend.run`."""
     from attention.kernels.cache_write import write_kv
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.backends.building import ASIDE, Build, in_background
 from attention.batch.host import HostBatch
@@ -145,10 +146,10 @@ class Part:
     query_start_loc: np.ndarray
     page_indptr: np.ndarray
     seq_lens: np.ndarray
-    device_query_start_loc: torch.Tensor
-    device_page_indptr: torch.Tensor
-    device_last_page_len: torch.Tensor
-    device_page_indices: torch.Tensor
+    device_query_start_loc: Tensor
+    device_page_indptr: Tensor
+    device_last_page_len: Tensor
+    device_page_indices: Tensor
     start: int
     stop: int
 
@@ -226,7 +227,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _rows_of_a_page(fixed: PlanShape | None, device: torch.device) -> dict[str, torch.Tensor]:
+def _rows_of_a_page(fixed: PlanShape | None, device: torch.device) -> dict[str, Tensor]:
     """The index arrays of rows with one page each, by which a wrapper is planned when it is made."""
     rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
     ones = torch.arange(rows + 1, dtype=torch.int32)
@@ -249,7 +250,7 @@ class Kernel:
 
     def __init__(
         self,
-        workspace: torch.Tensor,
+        workspace: Tensor,
         group: CacheGroup,
         key: AttentionSpec,
         dtype: torch.dtype,
@@ -344,7 +345,7 @@ class Kernel:
         pages = page_indptr.tobytes() if self._splits else b""
         return pages + query_start_loc.tobytes() if self._is_uneven else pages
 
-    def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    def run(self, query: Tensor, layer_kv: LayerKV, out: Tensor, sinks: Tensor | None) -> None:
         """query, out: [tokens of the part and after, Hq, D]; sinks: [Hq] for an AttentionSpec with sinks, else None.
 
         The plan bounds the attended tokens. FlashInfer requires that the query ends with the last planned row, so its

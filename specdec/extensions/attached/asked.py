@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -60,8 +61,8 @@ class Asked:
         processors, criteria, prefix_function: the caller's own. streamer, tokenizer (for stop strings): or None.
     """
 
-    ids: torch.Tensor
-    mask: torch.Tensor
+    ids: Tensor
+    mask: Tensor
     config: GenerationConfig
     processors: tuple[Any, ...] = ()
     criteria: tuple[Any, ...] = ()
@@ -191,7 +192,7 @@ class Asked:
             )
         return (_Shared(stopping_criteria.StopStringCriteria(stop_strings=stops, tokenizer=self.tokenizer)),)
 
-    def result(self, done: Sequence[Completion]) -> torch.Tensor | Any:
+    def result(self, done: Sequence[Completion]) -> Tensor | Any:
         """[B·n, L + new] int64 on the inputs' device, or transformers' output class."""
         pad, device = self.pad, self.ids.device
         most = max(len(each.token_ids) for each in done)
@@ -220,7 +221,7 @@ class RunningCall:
     stream: Stream
     first: StreamUpdate
 
-    def result(self) -> torch.Tensor | Any:
+    def result(self) -> Tensor | Any:
         """Generate to the end: see `Asked.result`."""
         return self.asked.result(collected(self._completed()))
 
@@ -310,7 +311,7 @@ def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str
 
 
 def _says_something(name: str, given: Any) -> bool:
-    if name == "token_type_ids" and isinstance(given, torch.Tensor):
+    if name == "token_type_ids" and isinstance(given, Tensor):
         return bool(given.any())
     return given is not None and given is not False
 
@@ -320,7 +321,7 @@ def _public(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if not name.startswith("_") and name in known}
 
 
-def _steps(rows: Sequence[np.ndarray | None], most: int, device: torch.device) -> tuple[torch.Tensor, ...] | None:
+def _steps(rows: Sequence[np.ndarray | None], most: int, device: torch.device) -> tuple[Tensor, ...] | None:
     """[B·n, V] of each new token, 0 of sequences that have ended; None where not requested."""
     found = [each for each in rows if each is not None]
     if not found:
@@ -338,7 +339,7 @@ class _Padded:
     row: [1, L] with padding. length: tokens without.
     """
 
-    row: torch.Tensor
+    row: Tensor
     length: int
     inner: Any
 
@@ -347,7 +348,7 @@ class _Padded:
             return self.inner(first, self._whole(second[None])[0])
         return self.inner(self._whole(first), second)
 
-    def _whole(self, ids: torch.Tensor) -> torch.Tensor:
+    def _whole(self, ids: Tensor) -> Tensor:
         return torch.cat([self.row.to(ids.device), ids[:, self.length :]], 1)
 
 
@@ -357,7 +358,7 @@ class _Shared:
 
     criterion: Any
 
-    def __call__(self, ids: torch.Tensor, scores: Any) -> Any:
+    def __call__(self, ids: Tensor, scores: Any) -> Any:
         return self.criterion(ids, scores)
 
     def __deepcopy__(self, memo: Any) -> _Shared:

@@ -19,6 +19,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
@@ -55,7 +56,7 @@ class CustomGenerate:
     def __call__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: GenerationConfig | None = None,
@@ -170,9 +171,7 @@ def _linked(path: Path, to: Path) -> None:
         shutil.copyfile(path, to)
 
 
-def _of_caller(
-    model: Any, config: GenerationConfig, ids: torch.Tensor, given: Iterable[Any]
-) -> tuple[tuple[Any, ...], Any]:
+def _of_caller(model: Any, config: GenerationConfig, ids: Tensor, given: Iterable[Any]) -> tuple[tuple[Any, ...], Any]:
     """The caller's own among merged processors, and his prefix function.
 
     Those that the config's options make are left out: they are served as options.
@@ -201,7 +200,7 @@ def _alike(one: Any, other: Any) -> bool:
         return False
     pairs = [(value, vars(other).get(name)) for name, value in vars(one).items()]
     return all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or bool(a == b)
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)
         for a, b in pairs
     )
 

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.batch.host import offsets_within
 from attention.checking import require
@@ -47,7 +48,7 @@ class GrammarRows:
         require(bool((self.counts >= 1).all()), "grammars of rows that are not decided")
 
 
-def masked(logits: torch.Tensor, round_: DecidedRows, own: GrammarRows, drafts: EarlyDrafts | None) -> torch.Tensor:
+def masked(logits: Tensor, round_: DecidedRows, own: GrammarRows, drafts: EarlyDrafts | None) -> Tensor:
     """The logits [R', V] of a round, float32, with -inf for tokens that may not come."""
     banned = _banned(own, drafts, logits.device, logits.shape[1])
     scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
@@ -60,7 +61,7 @@ def masked(logits: torch.Tensor, round_: DecidedRows, own: GrammarRows, drafts: 
     return scores.index_put_((at,), scores[at].masked_fill_(banned, float("-inf")))
 
 
-def first_masked(logits: torch.Tensor, own: GrammarRows, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def first_masked(logits: Tensor, own: GrammarRows, target_ids: Tensor, vocab_size: int) -> Tensor:
     """The head's logits of each row's first draft, masked as `masked` will; rows that would have none left stay."""
     first = own.first_positions(len(logits))
     if not len(first.places):
@@ -72,7 +73,7 @@ def first_masked(logits: torch.Tensor, own: GrammarRows, target_ids: torch.Tenso
     return logits.index_put((at,), logits[at].masked_fill(banned, float("-inf")))
 
 
-def _banned(own: GrammarRows, drafts: EarlyDrafts | None, device: torch.device, size: int) -> torch.Tensor:
+def _banned(own: GrammarRows, drafts: EarlyDrafts | None, device: torch.device, size: int) -> Tensor:
     """[N, size] bool: which tokens may not come at each position."""
     known = [request.vocabulary.words for request in own.requests if request.vocabulary is not None]
     words = max(known, default=-(-size // _BITS))

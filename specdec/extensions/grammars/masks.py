@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from attention.batch.host import BatchExtra
 from attention.checking import require
@@ -57,7 +57,7 @@ class GrammarMasks(RoundExtra):
 
         return replace(params, grammar=followed(params.grammar, context, params.ignore_eos, prompt_ids))
 
-    def rewrite(self, logits: torch.Tensor, round_: DecidedRows, own: Any, drafts: EarlyDrafts | None) -> torch.Tensor:
+    def rewrite(self, logits: Tensor, round_: DecidedRows, own: Any, drafts: EarlyDrafts | None) -> Tensor:
         """See `RoundExtra.rewrite`: -inf for tokens that may not come."""
         from specdec.extensions.grammars.grammar_rows import masked
 
@@ -67,7 +67,7 @@ class GrammarMasks(RoundExtra):
         """See `RoundExtra.reads`."""
         return bool((own.counts > 1).any())
 
-    def limit(self, logits: torch.Tensor, own: Any, target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def limit(self, logits: Tensor, own: Any, target_ids: Tensor, vocab_size: int) -> Tensor:
         """See `RoundExtra.limit`. A row stays unchanged if the head can draft none of its allowed tokens."""
         from specdec.extensions.grammars.grammar_rows import first_masked
 

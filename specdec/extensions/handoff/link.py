@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.transport.nixl_agent import NixlTransport
 from attention.transport.region_tables import Bound, EngineTable, RankTable, bind, check_fingerprints, plan
@@ -232,7 +233,7 @@ class Link:
         for rank in self._ranks:
             plan(rank, source.ranks)
 
-    def _wrong_drafts(self, tensors: Mapping[str, torch.Tensor]) -> str:
+    def _wrong_drafts(self, tensors: Mapping[str, Tensor]) -> str:
         """Why drafts cannot be verified here, "" if they can: an id outside of the vocabulary would end a round."""
         drafts, most = tensors.get("drafts"), self._model.num_speculative_tokens
         if drafts is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.errors import HandoffMismatchError
 from attention.transport.region_tables import VERSION, EngineTable
@@ -104,7 +105,7 @@ class Departure:
     moved: MovedRequest
     lease: str
     pages: Pages
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Arrival:
     """What a request that waits for a row brings: filled pages, and tensors (see `Departure`)."""
 
     pages: Pages
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
 
     @property
     def num_drafts(self) -> int:
@@ -179,7 +180,7 @@ class Handoff:
     expires: float
     moved: MovedRequest | None
     blocks: Mapping[str, tuple[int, ...]]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     completion: Completion | None = None
 
     @property
@@ -286,7 +287,7 @@ def _completion(given: dict[str, Any]) -> Completion:
     return replace(Completion(**given), stats=stats, drafts=drafts)
 
 
-def _tensors(given: list[Any], data: bytes) -> dict[str, torch.Tensor]:
+def _tensors(given: list[Any], data: bytes) -> dict[str, Tensor]:
     found, at = {}, 0
     for name, dtype, shape in given:
         kind, count = _DTYPES[dtype], math.prod(shape)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING
@@ -41,7 +41,7 @@ class MovingRequests(Guests):
         self._waiting: dict[Request, Arrival] = {}
         self._entered: list[Arrived] = []
         self._seconds: dict[Request, float] = {}
-        self._leaving: dict[Request, tuple[str, Pages, dict[str, torch.Tensor]]] = {}
+        self._leaving: dict[Request, tuple[str, Pages, dict[str, Tensor]]] = {}
         self._tensors: tuple[Executor, RowTensors] | None = None
 
     @property
@@ -300,9 +300,7 @@ class MovingRequests(Guests):
             self.held.drop(number, settled)
 
 
-def _copies(
-    batch: Engine, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf
-) -> list[dict[str, torch.Tensor]]:
+def _copies(batch: Engine, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf) -> list[dict[str, Tensor]]:
     """Copies of each row's drafts, and of the distributions they were drawn from."""
     draft, places = drafts_of(schedule)
     sampled = batch.table.sampling(schedule.rows).temperature > 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from drafters.loops.base import CarriesVectors, Draft
 from specdec.acceptance.judge import DraftVocab
@@ -30,7 +31,7 @@ from specdec.requests.sampling import SamplingParams
 if TYPE_CHECKING:
     from attention.recurrence.runner import StateRunner
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class RowTensors(ABC):
     loop: Any
     device: torch.device
 
-    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
+    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, Tensor]:
         """What the request in a RowTable row carries from round to round, copied on the device.
 
         computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         if drafts and isinstance(self.loop, CarriesVectors):
             found["carried"] = self.loop.carried_by(row).clone()
         if self.states is not None:
@@ -86,7 +87,7 @@ class RowTensors(ABC):
             self.states.put_row(row, computed, given)
 
     @abstractmethod
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
         """Copies, on the device, of one row's first drafts and, for a sampled row, of their distribution."""
 
     @abstractmethod
@@ -118,7 +119,7 @@ class EagerTensors(RowTensors):
     vocab: DraftVocab | None
     draws: bool
 
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
         found = {"drafts": draft.token_ids[place, :count].clone()}
         if sampled and draft.probs is not None:
             found["draft_probs"] = draft.probs[place, :count].clone()
@@ -143,7 +144,7 @@ class GraphTensors(RowTensors):
 
     drawn: SampledDrafts | None
 
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
         found = {"drafts": draft.token_ids[place, :count].clone()}
         return found | self.drawn.kept(place, count) if sampled and self.drawn is not None else found
 
@@ -202,7 +203,7 @@ def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: D
     return Draft(ids, probs)
 
 
-def _mass(tensors: Tensors, params: SamplingParams, vocab: DraftVocab) -> torch.Tensor:
+def _mass(tensors: Tensors, params: SamplingParams, vocab: DraftVocab) -> Tensor:
     """[n, Vd] float32, what a request's drafts were drawn from."""
     if params.greedy or not {"draft_probs", "draft_logits"} & set(tensors):
         return (tensors["drafts"][:, None] == vocab.target_ids).float()

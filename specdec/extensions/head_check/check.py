@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from drafters.base import Head, OtherReading
 from drafters.checkpoints.config_fields import Reported
@@ -150,7 +150,7 @@ def _tried(
     readings: Sequence[OtherReading],
     own: Chains,
     passages: Sequence[Passage],
-    states: Sequence[Mapping[int, torch.Tensor]],
+    states: Sequence[Mapping[int, Tensor]],
     num_drafts: int,
 ) -> list[Tried]:
     """Each reading on the same passages, the best first."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from drafters.base import Head
 from drafters.unroll import Gain, unroll
@@ -43,7 +44,7 @@ MAX_NEW_TOKENS = 64
 class Passage:
     """A prompt with the target's own greedy answer. token_ids: [T] int64. start: where the answer begins."""
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     start: int
 
     @classmethod
@@ -54,9 +55,7 @@ class Passage:
 
 
 @torch.no_grad()
-def aux_states(
-    probed: TargetProbe, passages: Sequence[Passage], layers: Sequence[int]
-) -> list[Mapping[int, torch.Tensor]]:
+def aux_states(probed: TargetProbe, passages: Sequence[Passage], layers: Sequence[int]) -> list[Mapping[int, Tensor]]:
     """The target's states on each passage, by its own forward: [T, Ht] after each of these layers.
 
     Args:
@@ -67,7 +66,7 @@ def aux_states(
     try:
         longest = max(len(passage.token_ids) for passage in passages)
         recorder = AuxStateRecorder(probed, places, longest, alterations)
-        found: list[Mapping[int, torch.Tensor]] = []
+        found: list[Mapping[int, Tensor]] = []
         for passage in passages:
             length = len(passage.token_ids)
             with recorder.recording(length):
@@ -87,8 +86,8 @@ class Chains:
         drafted, accepted: [C] int64, drafts of each chain and how many of them the target generates itself.
     """
 
-    drafted: torch.Tensor
-    accepted: torch.Tensor
+    drafted: Tensor
+    accepted: Tensor
 
     @property
     def stats(self) -> AcceptanceStats:
@@ -107,9 +106,7 @@ def runs_in_chains(head: Head) -> bool:
 
 
 @torch.no_grad()
-def chains(
-    head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, torch.Tensor]], num_drafts: int
-) -> Chains:
+def chains(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, Tensor]], num_drafts: int) -> Chains:
     """Draft from every position of every answer.
 
     Args:
@@ -120,7 +117,7 @@ def chains(
     return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
 
 
-def _chains_of(head: Head, passage: Passage, states: Mapping[int, torch.Tensor], num_drafts: int) -> Chains:
+def _chains_of(head: Head, passage: Passage, states: Mapping[int, Tensor], num_drafts: int) -> Chains:
     ids = passage.token_ids
     rows, draft_ids = _draft_ids(head, passage, states, num_drafts)
     drafted = (len(ids) - 2 - rows).clamp(max=num_drafts)
@@ -129,9 +126,7 @@ def _chains_of(head: Head, passage: Passage, states: Mapping[int, torch.Tensor],
     return Chains(drafted, accept_greedy(head.to_target_ids(draft_ids), drafted, wanted).num_accepted)
 
 
-def _draft_ids(
-    head: Head, passage: Passage, states: Mapping[int, torch.Tensor], num_drafts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draft_ids(head: Head, passage: Passage, states: Mapping[int, Tensor], num_drafts: int) -> tuple[Tensor, Tensor]:
     """The rows [C] of an answer that draft, and what each drafts [C, K].
 
     Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on.
@@ -181,7 +176,7 @@ class MapCheck:
 
 
 @torch.no_grad()
-def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, torch.Tensor]]) -> MapCheck:
+def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, Tensor]]) -> MapCheck:
     """Compare a head's vocabulary map with one learnt from answers.
 
     Args:
@@ -203,7 +198,7 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[
     return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
 
 
-def _first_drafts(head: Head, passage: Passage, states: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
+def _first_drafts(head: Head, passage: Passage, states: Mapping[int, Tensor]) -> list[tuple[int, int]]:
     """(draft id of the first draft, the target's own token) at each position of an answer."""
     rows, draft_ids = _draft_ids(head, passage, states, 1)
     return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))

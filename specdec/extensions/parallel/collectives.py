@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from specdec.errors import RanksLostError
 
@@ -79,21 +80,21 @@ class Collectives:
             self._leaving, self._watching = HelperThread("leave"), HelperThread("idle")
             self.name = "NCCL"
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in new memory; the same bits on every rank."""
         out = x.clone(memory_format=torch.contiguous_format)
         with _named():
             _done(dist.all_reduce(out, async_op=not out.is_cuda))
         return out
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """[N, …]: every rank's x."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         with _named():
             _done(_gather(out, x.contiguous(), async_op=not out.is_cuda))
         return out.view(self._size, *x.shape)
 
-    def from_first(self, x: torch.Tensor) -> None:
+    def from_first(self, x: Tensor) -> None:
         """Overwrite x, contiguous, with rank 0's x."""
         with _named():
             _done(dist.broadcast(x, src=0, async_op=not x.is_cuda))

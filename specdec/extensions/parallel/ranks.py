@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.checking import CHECKS
 from specdec.errors import InvalidInputError, RanksLostError, UnsupportedModelError
@@ -59,7 +60,7 @@ class Ranks(Group):
         """While all ranks run the same: only then, and on this thread, forwards are allowed."""
         return exchanging(self.collectives)
 
-    def share(self, ids: torch.Tensor) -> None:
+    def share(self, ids: Tensor) -> None:
         """See `Group.share`.
 
         Ranks may round differently by a bit (kernels are chosen by timing), and a near tie then gives other ids. From

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 
@@ -54,13 +54,13 @@ def _current() -> Collectives:
 
 
 @opaque_operator(lambda x: x.new_empty(x.shape))
-def sum_ranks(x: torch.Tensor) -> torch.Tensor:
+def sum_ranks(x: Tensor) -> Tensor:
     """The sum of all ranks' x, the same bits on each of them. Raises SpecdecError: this rank runs alone."""
     return _current().sum(x)
 
 
 @opaque_operator(lambda x, size: x.new_empty(*x.shape[:-1], size * x.shape[-1]))
-def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
+def gather_ranks(x: Tensor, size: int) -> Tensor:
     """x [..., C] of each of `size` ranks -> [..., size·C], in the order of ranks.
 
     Raises:
@@ -193,7 +193,7 @@ def _add_once(module: nn.Module, rank: int) -> None:
                 bias.zero_()
 
 
-def _summed(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _summed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return sum_ranks(output)
 
 
@@ -208,7 +208,7 @@ class DividedRows(nn.Linear):
     first: int
     count: int
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         rows = slice(self.first, self.first + self.count)
         own = F.linear(input, self.weight[rows], None if self.bias is None else self.bias[rows])

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from specdec.extensions.parallel.collectives import LONGEST_RELEASE, Collectives
 
@@ -62,11 +63,11 @@ class Signals:
     signal.
     """
 
-    awaited: tuple[torch.Tensor, ...]
-    taken: tuple[torch.Tensor, ...]
+    awaited: tuple[Tensor, ...]
+    taken: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, pads: Sequence[torch.Tensor], rank: int) -> Signals:
+    def of(cls, pads: Sequence[Tensor], rank: int) -> Signals:
         """pads: every rank's, int32; words beyond the last full block are unused."""
         size = len(pads)
         blocks = [pad[: len(pad) // size * size].view(-1, size) for pad in pads]
@@ -106,14 +107,14 @@ class SymmetricCollectives(Collectives):
         self._give(scratch)  # so that no kernel is left to load when a sum keeps the GPU waiting
         self.name = "symmetric memory, NCCL"
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """See `Collectives.sum`. What is summed where, and so every bit, depends on the size alone."""
         if x.nbytes > MOST_BYTES or not x.nbytes or x.nbytes % _ALIGNED or x.dtype not in _DTYPES:
             return super().sum(x)
         x = x.contiguous()
         memory = self._memory[: x.nbytes].view(x.dtype).view(x.shape)
         if x.nbytes * self._size <= ONE_SHOT_BYTES:
-            found: torch.Tensor = self._one_shot(memory, x, "sum", self._group)
+            found: Tensor = self._one_shot(memory, x, "sum", self._group)
             return found
         out = torch.empty_like(x)
         memory.copy_(x)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attention.hf.gate import gate_of
 from attention.hf.weights import dense_weight
@@ -27,7 +27,7 @@ _MERGED = (
     "it is a name of peft's; give merged weights by the names of the model below: "
     "peft_model.merge_and_unload().state_dict(), of a copy where training goes on"
 )
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 @own_torch_state()
@@ -94,17 +94,17 @@ def _left(count: int) -> str:
     )
 
 
-def _ready(module: nn.Module, weights: Weights) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+def _ready(module: nn.Module, weights: Weights) -> Iterable[tuple[Tensor, Tensor]]:
     """A module's tensors with their new values: already checked, except an iterator's."""
     # keep_vars: the parameters themselves, which `write` copies into.
     found = _fitting(module.state_dict(keep_vars=True), weights, type(module).__name__)
     return list(found) if isinstance(weights, (Mapping, Sequence)) else found
 
 
-def _fitting(own: dict[str, torch.Tensor], weights: Weights, what: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _fitting(own: dict[str, Tensor], weights: Weights, what: str) -> Iterator[tuple[Tensor, Tensor]]:
     items = weights.items() if isinstance(weights, Mapping) else weights
     for place, item in enumerate(items):
-        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
+        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], Tensor)):
             raise InvalidInputError(f"weights of {what}: item {place} is {short(item)}, not a (name, tensor)")
         name, tensor = item
         if problem := _problem(own, name, tensor):
@@ -116,7 +116,7 @@ def _is_of_adapter(name: object) -> bool:
     return isinstance(name, str) and any(part in name for part in _OF_ADAPTERS)
 
 
-def _problem(own: dict[str, torch.Tensor], name: object, tensor: torch.Tensor) -> str:
+def _problem(own: dict[str, Tensor], name: object, tensor: Tensor) -> str:
     """What is wrong with an item, in words; "" where nothing is."""
     there = own.get(name) if isinstance(name, str) else None
     if there is None:

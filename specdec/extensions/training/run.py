@@ -10,6 +10,7 @@ from typing import Any, Generic
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from drafters.base import FINAL_NORM, Head, Recipe, TrainedHead
 from drafters.families import FAMILIES
@@ -187,8 +188,8 @@ def final_features(model: SpeculativeModel) -> Features:
     decoder, width = decoder_of(model.hf_model), model.hf_model.config.get_text_config().hidden_size
 
     @torch.no_grad()
-    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        caught: list[torch.Tensor] = []
+    def features(token_ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        caught: list[Tensor] = []
         hook = decoder.register_forward_hook(
             lambda module, _, output: caught.append(last_states(module, output, width))
         )
@@ -215,7 +216,7 @@ def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Fea
         raise InvalidInputError(f"aux layers {aux_layers}: to train, aux layers 0 … {num_layers - 1} can be read")
 
     @torch.no_grad()
-    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def features(token_ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         out = model.hf_model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
         return torch.cat([out.hidden_states[layer] for layer in aux_layers], -1).float(), out.logits.float()
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -38,7 +38,7 @@ MOST_GROUPED = 16_384
 """The same of SwiGLU experts whose matrices lie transposed (gpt-oss in bfloat16)."""
 
 
-def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def capturable_experts(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """The fastest form that needs nothing from the host; see `own_form` for the arguments.
 
     Compiled code is specialised for either side of the limit, if any.
@@ -49,9 +49,7 @@ def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, 
     return own_form(experts, hidden, index, weights)
 
 
-def own_form(
-    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, rounds: bool = True
-) -> torch.Tensor:
+def own_form(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, rounds: bool = True) -> Tensor:
     """A mixture in the form of its weights, with the arguments of transformers' experts interface.
 
     Args:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 
@@ -29,11 +30,11 @@ class Groups:
     number of tiles in use, at most N. A tile has at most TILE pairs, all of one expert.
     """
 
-    order: torch.Tensor
-    offsets: torch.Tensor
-    active: torch.Tensor
-    tiles: torch.Tensor | None = None
-    num_tiles: torch.Tensor | None = None
+    order: Tensor
+    offsets: Tensor
+    active: Tensor
+    tiles: Tensor | None = None
+    num_tiles: Tensor | None = None
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 
 def group_pairs(
-    index: torch.Tensor, num_experts: int, padding: tuple[torch.Tensor, int] | None = None, tiled: bool = False
+    index: Tensor, num_experts: int, padding: tuple[Tensor, int] | None = None, tiled: bool = False
 ) -> Groups:
     """index: [T, k] int64, contiguous. tiled: make `tiles`, which many pairs always have.
 
@@ -147,9 +148,7 @@ def group_pairs(
     return groups
 
 
-def _grouped_by_many(
-    index: torch.Tensor, slots: torch.Tensor | None, page_size: int, num_experts: int, groups: Groups
-) -> Groups:
+def _grouped_by_many(index: Tensor, slots: Tensor | None, page_size: int, num_experts: int, groups: Groups) -> Groups:
     pairs, most = index.numel(), len(groups.active)
     counts, ranks = index.new_zeros(num_experts, dtype=torch.int32), torch.empty_like(groups.order)
     tiles = index.new_empty(2, most + (pairs - most) // TILE, dtype=torch.int32)  # whole ones, and one of each expert

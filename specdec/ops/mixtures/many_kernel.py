@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -122,7 +123,7 @@ _MOST_MULTIPLIED_OUT = 5 << 28
 """Bytes, counted twice: a launch before capture leaves them in the allocator, capture in the graphs' private memory."""
 
 
-def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int, gating: Gating) -> bool:
+def better_by_many(x: Tensor, gate_up: Tensor, down: Tensor, pairs: int, gating: Gating) -> bool:
     """Whether `launch_many` supports these matrices, and is faster for this many pairs.
 
     µs of Qwen3-30B-A3B's experts on an H200 at 1,024, 2,048 and 8,192 tokens: 354, 437 and 1,167; by tiles of
@@ -143,15 +144,15 @@ def better_by_many(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, p
 
 
 def launch_many(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    index: torch.Tensor,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None],
     gating: Gating,
-    padding: tuple[torch.Tensor, int] | None = None,
-) -> torch.Tensor:
+    padding: tuple[Tensor, int] | None = None,
+) -> Tensor:
     """See `specdec.ops.mixtures.routed.routed_experts`; padding: see `group_pairs`."""
     (tokens, width), rows, top_k = x.shape, gate_up.shape[1] // 2, index.shape[1]
     groups, dependent = group_pairs(index, len(down), padding, tiled=True), dependent_launch(x.device)
@@ -176,7 +177,7 @@ def launch_many(
     return out
 
 
-def _by_tiles(matrices: torch.Tensor, rows: int) -> TensorDescriptor:
+def _by_tiles(matrices: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrices.flatten(0, -2), [rows, _COLUMNS])
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -224,7 +225,7 @@ def _few_kernel(  # type: ignore[no-untyped-def]
         gl.store(out_ptr + to.to(gl.int64)[None, :] * rows + o[:, None], found, mask=inside)
 
 
-def few_mxfp4(pairs: int, experts: int, x: torch.Tensor) -> bool:
+def few_mxfp4(pairs: int, experts: int, x: Tensor) -> bool:
     """Whether `launch_few` supports x and is faster: for gpt-oss-20b on an H200 up to 64 tokens.
 
     µs a layer at 1, 4, 8, 32, 64 tokens: 34, 81, 115, 173, 233; by tiles 85, 175, 231, 331, 338; read once 12, 41, 62,
@@ -235,12 +236,12 @@ def few_mxfp4(pairs: int, experts: int, x: torch.Tensor) -> bool:
 
 
 def launch_few(
-    x: torch.Tensor,
-    stack: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
+    x: Tensor,
+    stack: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    sent: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
     gating: Gating,
     gated: bool,
     grouped: bool,
@@ -292,9 +293,7 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, values.to(out_ptr.dtype.element_ty), mask=there[:, None])
 
 
-def launch_dequantise(
-    stack: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, apart: bool = False
-) -> torch.Tensor:
+def launch_dequantise(stack: Tensor, scale: Tensor, dtype: torch.dtype, apart: bool = False) -> Tensor:
     """See `specdec.ops.mixtures.routed.dequantised_mxfp4`; of [E, O, I/2] and [E, O, I/32]; exponent 0 makes zeros.
 
     apart: rows 0, 2, 4, … of every expert come first, then the others.

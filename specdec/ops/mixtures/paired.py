@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from attention.hf.custom_op import opaque_operator
 from specdec.ops.fp8 import unrounded_linear
 from specdec.ops.mixtures.routed import by_expert, times
 
 
-def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, rounds: bool = True) -> torch.Tensor:
+def paired_experts(experts: Any, hidden: Tensor, index: Tensor, rounds: bool = True) -> Tensor:
     """The chosen experts' results, not yet weighted: [T, k, H], dtype of `hidden`.
 
     Args:
@@ -29,7 +29,7 @@ def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, roun
     return _multiply(experts, "down_proj", inner, index, rounds)
 
 
-def projection(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def projection(experts: Any, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A mixture's matrices [E, O, I], their scales and their biases [E, O], if any. MXFP4: see `routed_experts`."""
     if hasattr(experts, f"{name}_blocks"):
         stack, scale = getattr(experts, f"{name}_blocks").flatten(-2), getattr(experts, f"{name}_scales")
@@ -39,7 +39,7 @@ def projection(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | No
     return stack.transpose(1, 2) if transposed else stack, scale, getattr(experts, f"{name}_bias", None)
 
 
-def _multiply(experts: Any, name: str, x: torch.Tensor, index: torch.Tensor, rounds: bool) -> torch.Tensor:
+def _multiply(experts: Any, name: str, x: Tensor, index: Tensor, rounds: bool) -> Tensor:
     """x [T, k or 1, I] times the chosen experts' matrices, plus their biases -> [T, k, O]."""
     stack, scale, bias = projection(experts, name)
     if scale is None or rounds:
@@ -52,9 +52,7 @@ def _multiply(experts: Any, name: str, x: torch.Tensor, index: torch.Tensor, rou
 
 
 @opaque_operator(lambda x, stack, scale, index: x.new_empty(*index.shape, stack.shape[1]))
-def expert_matmul(
-    x: torch.Tensor, stack: torch.Tensor, scale: torch.Tensor | None, index: torch.Tensor
-) -> torch.Tensor:
+def expert_matmul(x: Tensor, stack: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
     """stack[index] · x [T, k, O], dtype of x, summed in float32.
 
     Args:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from attention.hf.custom_op import opaque_operator
@@ -28,18 +29,18 @@ _BIAS, _VALUES = 127, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @opaque_operator(lambda x, index, gate_up, down, *others: x.new_empty(*index.shape, down.shape[1]))
 def routed_experts(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    x: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     interleaved: bool,
     alpha: float,
     limit: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """The chosen experts' results, not yet weighted: [T, k, H], dtype of x.
 
     down · activated(gate_up · x + bias) + bias, summed in float32; gate, up and their activation are rounded to the
@@ -73,9 +74,7 @@ def routed_experts(
     return out
 
 
-def by_expert(
-    x: torch.Tensor, index: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+def by_expert(x: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor, tuple[Tensor, Tensor]]]:
     """Each expert of index [T, k], the rows [N, I] of x [T, 1 or k, I] that it multiplies, and places of its pairs."""
     x = x.expand(-1, index.shape[1], -1)
     for expert in index.unique().tolist():
@@ -83,7 +82,7 @@ def by_expert(
         yield expert, x[pairs], pairs
 
 
-def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.0, limit: float | None = None) -> torch.Tensor:
+def activated(gate: Tensor, up: Tensor, alpha: float = 1.0, limit: float | None = None) -> Tensor:
     """silu(gate) · up; with a limit, both clamped: (up + 1) · gate · sigmoid(alpha · gate). Rounded once.
 
     Source: huggingface/transformers, modeling_gpt_oss.py, GptOssExperts._apply_gate.
@@ -95,9 +94,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float = 1.0, limit: f
     return ((wide_up + 1) * wide_gate * torch.sigmoid(alpha * wide_gate)).to(gate.dtype)
 
 
-def times(
-    x: torch.Tensor, matrix: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def times(x: Tensor, matrix: Tensor, scale: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """x [N, I] times one expert's matrix, plus its bias -> [N, O], in torch."""
     if matrix.dtype == FP8 and scale is not None:
         quantised, x_scale = fp8_quantise(x)
@@ -106,7 +103,7 @@ def times(
     return F.linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
 
-def dequantised_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def dequantised_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
     """blocks [..., O, I/2] uint8, the earlier number of two in the low bits; exponents [..., O, I/32] uint8 -> float32
     [..., O, I]."""
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=blocks.device)
@@ -120,17 +117,15 @@ SUM, SOFTMAX = "sum", "softmax"
 """How the chosen experts' scores are normalised: divided by their sum, or as logits of a softmax among them."""
 
 
-def _empty(
-    scores: torch.Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(scores: Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (scores.shape[0], chosen)
     return scores.new_empty(shape, dtype=dtype), scores.new_empty(shape, dtype=torch.int64)
 
 
 @opaque_operator(_empty)
 def best_experts(
-    scores: torch.Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scores: Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The `chosen` largest of scores [T, E] -> their weights [T, k] of a dtype, and places [T, k] int64, largest first.
 
     Of equal scores the first is chosen, a NaN before all others. Everything is computed in float32.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
@@ -178,16 +179,16 @@ def tilings_of(pairs: int, experts: int, form: str = "half") -> tuple[RoutedTili
 
 
 def launch_routed(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    index: torch.Tensor,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
     gating: Gating = PLAIN,
     tilings: tuple[RoutedTiling, RoutedTiling] | None = None,
-    padding: tuple[torch.Tensor, int] | None = None,
-) -> torch.Tensor:
+    padding: tuple[Tensor, int] | None = None,
+) -> Tensor:
     """See `specdec.ops.mixtures.routed.routed_experts`; x is contiguous. tilings: default `tilings_of`, or
     `launch_many` where that is faster. padding: see `group_pairs`."""
     experts, width, rows = len(down), down.shape[1], gate_up.shape[1] // 2
@@ -212,17 +213,17 @@ def launch_routed(
     return out
 
 
-def _form_of(stack: torch.Tensor) -> str:
+def _form_of(stack: Tensor) -> str:
     return {torch.uint8: "mxfp4", torch.float8_e4m3fn: "fp8"}.get(stack.dtype, "half")
 
 
 def _launch(
-    x: torch.Tensor,
-    stack: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
+    x: Tensor,
+    stack: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    sent: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: Tensor,
     tiling: RoutedTiling,
     gating: Gating | None,
     ordered: bool,
@@ -248,9 +249,7 @@ _OTHER = RoutedTiling(16, 64, 64, 4, 5)
 """Of ten choices for DeepSeek-V2-Lite's experts on an H200 the best over 1 … 128 tokens of 6 experts."""
 
 
-def launch_expert_matmul(
-    x: torch.Tensor, stack: torch.Tensor, scale: torch.Tensor | None, index: torch.Tensor
-) -> torch.Tensor:
+def launch_expert_matmul(x: Tensor, stack: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
     """See `specdec.ops.mixtures.paired.expert_matmul`."""
     out, index = x.new_empty(*index.shape, stack.shape[1]), index.contiguous()
     grouped = len(index) > 1
@@ -307,8 +306,8 @@ def _best_experts_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_best_experts(
-    scores: torch.Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scores: Tensor, chosen: int, softmax: bool, normalise: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `specdec.ops.mixtures.routed.best_experts`."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     tokens, experts = scores.shape
