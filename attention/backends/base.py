@@ -93,14 +93,6 @@ class PrefersLayout(Protocol):
         """The layout that `kv_cache_layout="auto"` selects for this backend."""
 
 
-@runtime_checkable
-class CascadeBackend(Protocol):
-    """A backend that can attend pages that several rows share once for all of them, where that pays."""
-
-    def cascade(self) -> None:
-        """Builders made from now on do."""
-
-
 class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):
     """Plans batches of one shape into the same buffers every time, for launches that a CUDA graph holds."""
 

@@ -1,4 +1,5 @@
-"""Attention backends by name, with requirements and constructors. Further backends are added by `register`."""
+"""Attention backends by name, with requirements and constructors, and what some of them offer on request. Further
+backends are added by `register`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # `specdec --help` reads the names, and imports nothing heavy
     import torch
@@ -78,3 +79,11 @@ def chosen(name: str, device: torch.device) -> str:
     import torch
 
     return "flex" if torch.version.hip is not None or not KINDS["flashinfer"].is_installed else "flashinfer"
+
+
+@runtime_checkable
+class CascadeBackend(Protocol):
+    """A backend that can attend pages that several rows share once for all of them, where that pays."""
+
+    def cascade(self) -> None:
+        """Builders made from now on do."""

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from attention.backends.base import AttentionBackend, CascadeBackend
+from attention.backends.base import AttentionBackend
 from attention.backends.building import Build
+from attention.backends.kinds import CascadeBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.groups import runner_of
 from attention.runner import GroupRunner
