@@ -347,7 +347,7 @@ class OfThisProgram:
 @pytest.mark.slow
 def test_a_message_that_another_rank_cannot_read(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
-        own.engine.tell(OfThisProgram())
+        own.engine.tell("engine", "abort", OfThisProgram())
         started = time.monotonic()
         with pytest.raises(RanksLostError, match=r"rank 1 .*(ModuleNotFoundError|AttributeError)"):
             own.generate(PROMPT, PARAMS)
