@@ -80,6 +80,10 @@ class RequestGrammar:
         """Tokens that must come next, as the tokenizer writes them; [] if several tokens are allowed."""
         return []
 
+    def started(self, new_ids: Sequence[int]) -> bool:
+        """Whether it has begun within all new tokens of the request; with a begin marker it may not have."""
+        return True
+
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """The first position of a row at which no token is allowed, and why; None without such a position.
 
@@ -118,6 +122,17 @@ class FollowedGrammar(RequestGrammar):
 
     def _restart(self) -> None:
         self._matcher, self._state = self._compiled.matcher() if self._begins else None, 0
+
+    def started(self, new_ids: Sequence[int]) -> bool:
+        """See `RequestGrammar.started`."""
+        state, begin = 0, self._compiled.begin
+        if self._begins or begin is None:
+            return True
+        for token_id in new_ids:
+            state, rest = begin.after(state, token_id)
+            if rest is not None:
+                return True
+        return False
 
     def _take(self, token_id: int) -> bool:
         matcher = self._matcher
