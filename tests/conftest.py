@@ -61,7 +61,7 @@ class Refused(MetaPathFinder):
     """Refuses what can be absent: `make test-core` runs the core's tests without it."""
 
     packages = ("specdec.extensions", "attention.cascade", "attention.recurrence", "attention.transport")
-    through_others = ("logits/test_requests.py", "specdec/test_options.py", "specdec/test_recurrent_targets.py")
+    through_others = ("logits/test_requests.py", "options/test_load_options.py", "specdec/test_recurrent_targets.py")
     """Tests that need one of them without its name: of what another test file imports, or of a public name."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
