@@ -41,7 +41,7 @@ from tests.specdec.execution.test_graphs import (
     with_graphs,
 )
 
-EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "20"))
+EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "32"))
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 NEW = 5
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -459,7 +459,7 @@ def test_answers_are_those_of_the_model_as_it_is_now(part: int, models: Models) 
         outcome, of_episode = models.episode(change, kind)
         assert outcome == ("refused" if change in REFUSED else "served"), f"{change} of {kind}"
         different += of_episode
-    assert different > EPISODES // 3, "changes that change nothing would find nothing"
+    assert different > EPISODES // 2, "changes that change nothing would find nothing"
 
 
 @pytest.mark.parametrize(
