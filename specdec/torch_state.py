@@ -10,8 +10,6 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from attention.hf.gate import use_own_threads
-
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -36,7 +34,6 @@ def own_torch_state() -> Iterator[None]:
 
 def at_home(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Torch's thread-local state, the same for every round: device, stream (None on a CPU), no autocast."""
-    use_own_threads()
     autocast = torch.is_autocast_enabled(device.type)
     default = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     if stream is None and not autocast and not default:

@@ -112,7 +112,6 @@ ROOMS = [
     "drafters/errors.py",
     "drafters/rope.py",
     "drafters/vocab.py",
-    "drafters/loops/lengths.py",
     "drafters/loops/base.py",
     "drafters/base.py",
     "drafters/checkpoints",

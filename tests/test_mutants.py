@@ -22,11 +22,11 @@ __all__ = ["run_python"]
 
 LENGTHS = Mutant(
     "short",
-    "drafters/loops/lengths.py",
-    "return num_new + num_accepted",
-    "return num_new - num_accepted",
-    "rows shrink",
-    ("tests/drafters/loops/test_lengths.py",),
+    "specdec/rounds/rows.py",
+    "np.maximum(0, np.minimum(num_speculative_tokens, room))",
+    "np.maximum(0, num_speculative_tokens)",
+    "more drafts than the room",
+    ("tests/specdec/rounds/test_draft_room.py",),
     "quick",
 )
 ROOMS = {"drafters/loops", "specdec/acceptance", "specdec/rounds", "specdec/engine", "specdec/requests"}
@@ -55,9 +55,9 @@ def test_every_file_of_kernels_is_edited() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"old": "return num_old"}, "found 0 times in drafters/loops/lengths.py"),
-        ({"old": "return"}, "found 4 times"),
-        ({"file": "drafters/loops/lenghts.py"}, "there is no file"),
+        ({"old": "return num_old"}, "found 0 times in specdec/rounds/rows.py"),
+        ({"old": "return"}, "found .. times"),
+        ({"file": "specdec/rounds/rwos.py"}, "there is no file"),
         ({"new": LENGTHS.old}, "are the same"),
         ({"killed": "never"}, "allowed are quick, test"),
         ({"equivalent": "it is"}, "both killed and equivalent"),
@@ -74,7 +74,7 @@ def test_entries_that_cannot_be_run_are_refused(change: dict[str, object], words
 
 def test_edits_that_are_no_python_and_lists_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongEntryError, match="is no Python"):
-        Mutant(**{**vars(LENGTHS), "new": "return num_new +"}).check_syntax()
+        Mutant(**{**vars(LENGTHS), "new": "np.maximum("}).check_syntax()
     entry = "[[mutant]]\n" + "\n".join(
         f"{name} = {value!r}" for name, value in vars(LENGTHS).items() if isinstance(value, str) and value
     )
@@ -92,11 +92,11 @@ def test_the_edited_file_is_imported_from_memory() -> None:
     path, finder = ROOT / LENGTHS.file, EditedFinder(LENGTHS)
     before = path.read_bytes()
     assert finder.find_spec("drafters.loops.base", None) is None and not finder.used
-    spec = finder.find_spec("drafters.loops.lengths", [str(path.parent)])
+    spec = finder.find_spec("specdec.rounds.rows", [str(path.parent)])
     assert spec is not None and spec.loader is not None and finder.used
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.tokens_accepted(5, 2) == 3
+    assert module.drafts_within(5, 2) == 5
     assert path.read_bytes() == before
 
 

@@ -171,29 +171,21 @@ class TorchBackend:
 def _attend_segment(
     segment: Segment, key: AttentionSpec, query: Tensor, layer_kv: LayerKV, sinks: Tensor | None
 ) -> Tensor:
-    rows, num_queries, _ = segment.shape
-    heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
-    q, k, v = segment_states(segment, key, query, layer_kv)
-    folded = q.reshape(rows, heads, groups * num_queries, -1)
-    out = _attend_folded(folded, k, v, segment.mask, key, sinks, segment.bias)
-    out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
-    # With one row the reshape is a view in another order of memory.
-    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
-
-
-def segment_states(
-    segment: Segment, key: AttentionSpec, query: Tensor, layer_kv: LayerKV
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A segment's queries [b, Hkv, G, Q, Dk], keys and values [b, Hkv, S, D]; query: [b·Q, Hq, Dk]."""
     rows, num_queries, num_keys = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
     q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
     k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
     k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
     if key.value_in_key:
-        return q, k, k[..., : key.head_dim_v]
-    v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
-    return q, k, v.view(rows, num_keys, heads, -1).transpose(1, 2)
+        v = k[..., : key.head_dim_v]
+    else:
+        v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
+        v = v.view(rows, num_keys, heads, -1).transpose(1, 2)
+    folded = q.reshape(rows, heads, groups * num_queries, -1)
+    out = _attend_folded(folded, k, v, segment.mask, key, sinks, segment.bias)
+    out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
+    # With one row the reshape is a view in another order of memory.
+    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
 
 
 def attend(

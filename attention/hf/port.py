@@ -28,31 +28,10 @@ from attention.hf.training_mode import evaluating, trainable_modules
 
 ATTENTION_NAME = "specdec"
 _BOUND = "_specdec_layer"
-
-
-def specdec_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The function behind transformers' attention interface.
-
-    Raises:
-        UnsupportedAttentionError: the module was not bound by an AttentionPort.
-    """
-    port, layer = getattr(module, _BOUND, (None, 0))
-    if port is None:
-        raise UnsupportedAttentionError(
-            f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
-            f"model.set_attn_implementation('sdpa') ({type(module).__name__} is not bound to a paged cache)"
-        )
-    return port.attend(layer, query, key, value, kwargs.get("s_aux")), None
-
-
-AttentionInterface.register(ATTENTION_NAME, specdec_attention)
+_OUTSIDE = (
+    f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
+    "model.set_attn_implementation('sdpa')"
+)
 
 
 class AttentionPort:
@@ -110,32 +89,44 @@ class AttentionPort:
         """Pickled or copied with a model, the handle on its modules is None: a copy is served by no engine."""
         return type(None), ()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        """query [1, Hq, T, D], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, value width of a head].
 
-        Contiguous, as transformers' own attention functions return it: models call `view` on it.
+def specdec_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function behind transformers' attention interface.
 
-        Raises:
-            UnsupportedAttentionError: no specdec forward is running.
-        """
-        k, v, latent = _by_token(key), _by_token(value), self._latent[layer]
-        q = _by_token(query) if latent is None else latent.absorb_query(query[0])
-        if torch.compiler.is_compiling():
-            attended = opaque_attend(q, k, v, sinks, self._channel.number, layer)
-        else:
-            serve = self._channel.served
-            if serve is None:
-                raise UnsupportedAttentionError(
-                    f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
-                    "model.set_attn_implementation('sdpa')"
-                )
-            if self._thread != get_ident():
-                raise UnsupportedAttentionError(
-                    "a part of the model was called on one thread while SpeculativeModel ran a round on another; call "
-                    "the model itself, which waits for the round"
-                )
-            attended = serve(layer, q, k, v, sinks)
-        return (attended if latent is None else latent.project_output(attended))[None].contiguous()
+    query [1, Hq, T, D], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, value width of a head], contiguous, as
+    transformers' own attention functions return it: models call `view` on it.
+
+    Raises:
+        UnsupportedAttentionError: the module was not bound by an AttentionPort, or no specdec forward is running.
+    """
+    port, layer = getattr(module, _BOUND, (None, 0))
+    if port is None:
+        raise UnsupportedAttentionError(f"{_OUTSIDE} ({type(module).__name__} is not bound to a paged cache)")
+    k, v, latent, sinks = _by_token(key), _by_token(value), port._latent[layer], kwargs.get("s_aux")
+    q = _by_token(query) if latent is None else latent.absorb_query(query[0])
+    if torch.compiler.is_compiling():
+        attended = opaque_attend(q, k, v, sinks, port._channel.number, layer)
+    else:
+        serve = port._channel.served
+        if serve is None:
+            raise UnsupportedAttentionError(_OUTSIDE)
+        if port._thread != get_ident():
+            raise UnsupportedAttentionError(
+                "a part of the model was called on one thread while SpeculativeModel ran a round on another; call "
+                "the model itself, which waits for the round"
+            )
+        attended = serve(layer, q, k, v, sinks)
+    return (attended if latent is None else latent.project_output(attended))[None].contiguous(), None
+
+
+AttentionInterface.register(ATTENTION_NAME, specdec_attention)
 
 
 def _by_token(states: Tensor) -> Tensor:

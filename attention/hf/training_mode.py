@@ -37,14 +37,9 @@ class Trainable(NamedTuple):
     switches: tuple[str, ...]
 
     @property
-    def module(self) -> nn.Module | None:
-        """The module, while it lives."""
-        return self.place()
-
-    @property
     def computes_otherwise(self) -> bool:
         """Whether it is in training mode, and computes otherwise in it."""
-        module = self.module
+        module = self.place()
         if module is None or not module.training:
             return False
         values = [value for name in self.switches if (value := _value(module, name)) is not None]
@@ -73,7 +68,7 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     Raises:
         SpecdecError: modules were switched to training mode meanwhile, so the results are invalid.
     """
-    mode, looked_at = root.training, [own.module for own in modules if own.computes_otherwise]
+    mode, looked_at = root.training, [own.place() for own in modules if own.computes_otherwise]
     switched = [module for module in looked_at if module is not None]
     with borrowed((module, "training", False) for module in switched):
         yield

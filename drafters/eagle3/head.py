@@ -248,16 +248,10 @@ class Eagle3Head(nn.Module):
         embedded = F.embedding(token_ids, table).to(hidden.dtype)  # [T, H]
         cos_sin = self.rotary(positions)
         further = list(self.layers.values())
-        x = self._first_layer(embedded, hidden, cos_sin, attend, None if further else rows)
+        x = self.midlayer(embedded, hidden, cos_sin, attend, None if further else rows)
         for layer in further:
             x = layer(x, cos_sin, attend, rows if layer is further[-1] else None)
         return x
-
-    def _first_layer(
-        self, embedded: Tensor, hidden: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None
-    ) -> Tensor:
-        """embedded, hidden [T, H] -> [T, H], or [R, H] of some rows, what the further layers read."""
-        return self.midlayer(embedded, hidden, cos_sin, attend, rows)
 
     def logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, Vd] draft logits."""
@@ -295,9 +289,10 @@ class Eagle1Head(Eagle3Head):
         self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index, norm) for index, norm in enumerate(norms)})
         self.norm = nn.Identity()  # type: ignore[assignment]
 
-    def _first_layer(
+    def midlayer(  # type: ignore[override]
         self, embedded: Tensor, hidden: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None
     ) -> Tensor:
+        """In place of EAGLE-3's first layer, which is a module: embedded, hidden [T, H] -> [T, H]."""
         return self.fc(torch.cat((embedded, hidden), dim=-1))  # embedding first
 
 

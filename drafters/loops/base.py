@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -73,12 +72,6 @@ def from_layer(attend: Attend, first_layer: int) -> Attend:
     return own
 
 
-def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 0) -> Attend:
-    """Attention over the head's paged cache for one planned batch; `first_layer`: see `from_layer`."""
-    attend = partial(runner.attend, planned)
-    return from_layer(attend, first_layer) if first_layer else attend
-
-
 def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
     """Attention of a draft prefill in several passes: pass m has layer m of the group. One pass has all layers."""
 
@@ -101,11 +94,6 @@ class DraftingRows:
     num_drafts: np.ndarray
     block_table: np.ndarray
     page_size: int
-
-    @property
-    def num_steps(self) -> int:
-        """Steps after the draft prefill: max n_i - 1, at least 0."""
-        return int(self.num_drafts.max(initial=1)) - 1
 
 
 @dataclass(frozen=True)

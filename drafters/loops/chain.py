@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 import numpy as np
@@ -18,7 +19,7 @@ from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
 from attention.staging import A, Section, Staged, array
 from drafters.base import Head
-from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize, paged_attend
+from drafters.loops.base import Attend, Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize, from_layer
 from drafters.loops.head_passes import BlockHead, HeadPasses, MtpPasses
 from drafters.loops.prefill import DevicePass, HostPass, PassRows, module_passes, prefill_arrays
 from drafters.loops.steps import StepArrays, StepSection, step_arrays
@@ -36,27 +37,16 @@ class DraftArrays:
     """Host arrays of a draft loop; a `drafters.loops.base.LoopArrays`.
 
     Attributes:
+        size: see `LoopArrays`.
         request_rows: [B'] int64; the R drafting ones come first. num_drafting: R.
         passes: one per module. steps: of drafts 2 … n.
     """
 
+    size: LoopSize
     request_rows: np.ndarray
     num_drafting: int
     passes: tuple[HostPass, ...]
     steps: StepArrays
-
-    @property
-    def size(self) -> LoopSize:
-        first = self.passes[0]
-        pages = first.batch.block_table.shape[1]
-        return LoopSize(len(self.request_rows), len(first.token_ids), pages, len(self.steps.batches) + 1)
-
-
-def draft_arrays(draft: DraftInput, num_modules: int) -> DraftArrays:
-    """All arrays of a round."""
-    prefill, steps = prefill_arrays(draft), step_arrays(draft.drafting, num_modules)
-    passes = (prefill, *module_passes(prefill, draft, num_modules)) if num_modules > 1 else (prefill,)
-    return DraftArrays(draft.request_rows, len(draft.num_drafts_next), passes, steps)
 
 
 @dataclass(frozen=True)
@@ -103,11 +93,25 @@ class DraftSection:
         return DraftInputs(request_rows, arrays.num_drafting, passes, self._steps.of(arrays.steps.batches, staged))
 
 
-class ChainLoop:
+class _TurnsLoop:
+    """The host arrays of a chain, and of M modules."""
+
+    num_modules = 1
+    section: DraftSection
+
+    def arrays(self, draft: DraftInput) -> DraftArrays:
+        """All arrays of a round."""
+        prefill, steps = prefill_arrays(draft), step_arrays(draft.drafting, self.num_modules)
+        passes = (prefill, *module_passes(prefill, draft, self.num_modules)) if self.num_modules > 1 else (prefill,)
+        rows, pages = draft.block_table.shape
+        size = LoopSize(rows, len(prefill.token_ids), pages, len(steps.batches) + 1)
+        return DraftArrays(size, draft.request_rows, len(draft.num_drafts_next), passes, steps)
+
+
+class ChainLoop(_TurnsLoop):
     """The draft loop of one head, each draft made from the one before; a `drafters.loops.base.GraphLoop`."""
 
     name = "chains of drafts"
-    num_modules = 1
     num_following = 1
 
     def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
@@ -115,9 +119,6 @@ class ChainLoop:
         self.section = DraftSection(1)
         self._head = head
         self._passes = passes or (lambda: HeadPasses(head))
-
-    def arrays(self, draft: DraftInput) -> DraftArrays:
-        return draft_arrays(draft, 1)
 
     def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Draft 1 comes from the draft prefill, drafts 2 … n from the head's own output.
@@ -140,7 +141,7 @@ class ChainLoop:
         return FixedChain(self._passes(), runner, aux, limits, greedy, compiler)
 
 
-class ModuleLoop:
+class ModuleLoop(_TurnsLoop):
     """The draft loop of M modules; a `drafters.loops.base.GraphLoop`, and `CarriesVectors`.
 
     Layer m of their cache group is module m's. They have one draft vocabulary.
@@ -155,9 +156,6 @@ class ModuleLoop:
         self.section = DraftSection(self.num_modules)
         self._max_requests = limits.rows
         self._carried: Tensor | None = None
-
-    def arrays(self, draft: DraftInput) -> DraftArrays:
-        return draft_arrays(draft, self.num_modules)
 
     def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         carried = self.carried(aux)
@@ -221,9 +219,7 @@ def run_prefill(
             states = hidden
             last.append(carried[m])
             continue
-        attend = paged_attend(runner, runner.plan(each.metadata), m)
-        fused = hidden if m else module.fuse(hidden)
-        states = module.forward(each.token_ids, fused, each.metadata.positions, attend)
+        states = _forward(module, runner, each.metadata, m, each.token_ids, hidden if m else module.fuse(hidden))
         last.append(states.index_select(0, each.last_row))
     return last
 
@@ -254,10 +250,17 @@ def run_steps(
             block = torch.cat([last[step - 1][:count, None], block], 1)
         width = block.shape[1]
         tokens = token_ids[-1] if width == 1 else torch.stack(token_ids[step - width :], 1).flatten()  # [R·width]
-        attend = paged_attend(runner, runner.plan(metadata), step % num_modules)
         hidden = before.feedback(block.flatten(0, 1))
-        block = module.forward(tokens, hidden, metadata.positions, attend).view(count, width, -1)
+        block = _forward(module, runner, metadata, step % num_modules, tokens, hidden).view(count, width, -1)
         ids, probs = choose(step, module.logits(block[:, -1]))
         chosen.append(probs)
         token_ids.append(module.to_target_ids(ids))
     return Draft.of(token_ids, chosen)
+
+
+def _forward(
+    module: Head, runner: GroupRunner, metadata: CommonAttentionMetadata, layer: int, tokens: Tensor, hidden: Tensor
+) -> Tensor:
+    """A module over its own layers in the cache group, which begin at `layer`: tokens [T], hidden [T, H] -> [T, H]."""
+    attend: Attend = partial(runner.attend, runner.plan(metadata))
+    return module.forward(tokens, hidden, metadata.positions, from_layer(attend, layer) if layer else attend)

@@ -16,6 +16,7 @@ they use the null page (`drafters.loops.prefill.shifted_batch`), and no existing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from drafters.loops.base import (
     Greedy,
     LoopSize,
     from_layer,
-    paged_attend,
 )
 from drafters.loops.head_passes import HeadPasses, target_ids_of
 from drafters.loops.steps import StepBuffers, step_width
@@ -107,7 +107,7 @@ class FixedChain(_Fixed):
     def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
         """See `FixedLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
         x = self.hidden[:rows].clone() if before is None else before
-        with self._plain.carrying(paged_attend(self._runner, planned)):
+        with self._plain.carrying(partial(self._runner.attend, planned)):
             x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
         return x, self._choose(logits, index + 1)
 
@@ -177,7 +177,7 @@ class FixedModules(_Fixed):
             x = first.clone() if before is None else _row_by_row(first, before.view(rows, width - 1, -1))
         assert x is not None
         token_ids = _flat(self.drafts[:rows, step - width : step], rows * width)
-        with self._passes[m].carrying(paged_attend(self._runner, planned, m)):
+        with self._passes[m].carrying(from_layer(partial(self._runner.attend, planned), m)):
             x = self._compiled[m].over_head(x, token_ids, planned.metadata.positions)
         last = _flat(x.view(rows, width, -1)[:, -1], rows, x.shape[1])
         return x, self._choose(self._compiled[m].logits(last), step)

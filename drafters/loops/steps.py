@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.batch.fixed import LiveBatch, covering, write_pages
-from attention.batch.host import HostBatch, offsets_within, slots_at
+from attention.batch.fixed import LiveBatch
+from attention.batch.host import HostBatch, covering, offsets_within, slots_at, write_pages
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata
 from attention.checking import CHECKS
 from attention.staging import Section, Staged, StagingArena, bucket_of
@@ -148,7 +148,7 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
     >>> [step.positions.tolist() for step in step_arrays(rows, 2).batches]
     [[17, 6], [18, 19, 7, 8], [18, 19, 0, 1]]
     """
-    count, num_rows = rows.num_steps, len(rows.num_drafts)
+    count, num_rows = int(rows.num_drafts.max(initial=1)) - 1, len(rows.num_drafts)
     if not count:
         return StepArrays((), None)
     tokens = step_tokens(num_rows, count, num_modules)

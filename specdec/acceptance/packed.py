@@ -58,7 +58,7 @@ class PackedResult:
     @property
     def tokens(self) -> Tensor:
         """[J, n+1], valid up to num_accepted: the last valid one is the next bonus token."""
-        return self.packed[:, _tokens(self.packed.shape[1])]
+        return self.packed[:, 1 : 1 + self.packed.shape[1] // 2]
 
     @property
     def first_token(self) -> Tensor:
@@ -68,7 +68,7 @@ class PackedResult:
     @property
     def drafts(self) -> Tensor:
         """[J, n]."""
-        return self.packed[:, _drafts(self.packed.shape[1])]
+        return self.packed[:, 1 + self.packed.shape[1] // 2 :]
 
     def rows(self, count: int) -> PackedResult:
         """The first `count` rows."""
@@ -91,17 +91,9 @@ class Outcome:
 
 def unpack_outcome(packed: np.ndarray) -> Outcome:
     """packed [J, 2n+2] as `PackedResult` has it, on the host."""
-    columns = packed.shape[1]
-    return Outcome(packed[:, 0], packed[:, _tokens(columns)], packed[:, _drafts(columns)])
+    middle = 1 + packed.shape[1] // 2
+    return Outcome(packed[:, 0], packed[:, 1:middle], packed[:, middle:])
 
 
 def _columns(num_drafts: int) -> int:
     return 2 * num_drafts + 2
-
-
-def _tokens(columns: int) -> slice:
-    return slice(1, 1 + columns // 2)
-
-
-def _drafts(columns: int) -> slice:
-    return slice(1 + columns // 2, columns)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafters.loops.lengths import tokens_accepted
 from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
 from specdec.rounds.rows import RowTable, Schedule
@@ -84,7 +83,7 @@ def commit(
     if not head_has_read:
         drafted = schedule.rows[schedule.num_drafts > 0]
         table.head_computed[drafted] = table.computed[drafted]
-    table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
+    table.computed[schedule.rows] += schedule.num_new + accepted
     if head_has_read:
         table.head_computed[schedule.rows] = table.computed[schedule.rows]
     if table.gives:

@@ -14,7 +14,6 @@ from attention.cache.prefix import NOTHING, Found
 from attention.cache.windowed import WindowedTables
 from attention.checking import CHECKS
 from attention.errors import OutOfPagesError
-from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.admission import WaitingRequests
 from specdec.engine.guests import Guests
@@ -24,7 +23,7 @@ from specdec.interrupts import raised_twice
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.extras import reach_of, variant_of
-from specdec.rounds.rows import RowTable, Schedule
+from specdec.rounds.rows import RowTable, Schedule, draft_room, drafts_within
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Scheduler:
         if (left <= 0).any():
             return False
         bonus = table.computed[rows] + most
-        drafts = num_drafts_allowed(table.drafts[rows], table.longest[rows], bonus, left)
+        drafts = drafts_within(table.drafts[rows], draft_room(table.longest[rows], bonus, left))
         self.free_behind_windows(rows)
         return self._reserved(Schedule(rows, most + 1, drafts))
 
@@ -228,7 +227,7 @@ class Scheduler:
         At the first M - 1 positions a request is too short for the later ones of M > 1 modules
         (`drafters.loops.chain`).
         """
-        allowed = num_drafts_allowed(drafts, longest, positions, limit - positions - 1)
+        allowed = drafts_within(drafts, draft_room(longest, positions, limit - positions - 1))
         if self._num_modules == 1:
             return allowed
         return np.where(positions < self._num_modules, np.minimum(allowed, positions + 1), allowed)

@@ -26,6 +26,7 @@ from threading import get_ident
 
 import torch
 
+from attention.hf.gate import use_own_threads
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
@@ -344,6 +345,8 @@ class SharedEngine:
                     self._deliver(engine)  # updates of an interrupted round
                     if call is not None and call.is_ready:
                         return
+                    if self.forked:
+                        use_own_threads()
                     with at_home(self._device, self._stream):
                         engine.step()
                         if self._refused:

@@ -77,7 +77,8 @@ class Stream(Iterator[StreamUpdate]):
     def __next__(self) -> StreamUpdate:
         """Raises RequestFailedError or RoundFailedError, after the last update, when requests failed."""
         try:
-            while (found := self.next_update()) is not None:
+            call = self._call or self._queued()
+            while call is not None and (found := self._shared.next(call)) is not None:
                 place, update = found
                 if update.error is None:
                     return StreamUpdate(place, update.token_ids, update.text, update.completion, update.logprobs)

@@ -37,21 +37,20 @@ class EagerExecutor:
         self._draws, self._extras, self._adjusting = config.draws_drafts, config.extras, adjusting(config.extras)
         self.drafter = drafter
         device = target.hf_model.device
+        self.transfers = 0
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.group)
         self._vocab = None if drafter is None else draft_vocab(drafter, target)
-
-    @property
-    def transfers(self) -> int:
-        return self._transfer.arena.generation
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Make a round's arrays and send them in one copy; sampling parameters only if a sampled row is decided."""
         if sampling is not None and not sampling.decided.arrays.any_sampled:
             sampling = None
         drafting = None if draft is None or self.drafter is None else self.drafter.loop.arrays(draft)
-        return Round(target, self._transfer.send(target.inputs, drafting, sampling), None)
+        sent = self._transfer.send(target.inputs, drafting, sampling)
+        self.transfers += 1
+        return Round(target, sent, None)
 
     def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
         sent, drafter = round_.sent, self.drafter

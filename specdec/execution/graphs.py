@@ -326,7 +326,7 @@ class GraphExecutor:
         graphs = self._buckets[bucket].draft
         assert graphs is not None
         rows = rows_after(target, accepted_by_row(target, num_accepted))
-        num_steps = rows.num_steps
+        num_steps = int(rows.num_drafts.max(initial=1)) - 1
         if num_steps:
             batches, _ = self._steps[bucket].send(rows)
             self._sent += 1

@@ -10,8 +10,7 @@ import numpy as np
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.staging import A, array
 from drafters.loops.base import CarriedRows, DraftingRows, DraftInput
-from drafters.loops.lengths import drafts_within, tokens_accepted
-from specdec.rounds.rows import RowTable, Schedule
+from specdec.rounds.rows import RowTable, Schedule, drafts_within
 from specdec.rounds.verification import TargetArrays, Verified
 
 
@@ -71,7 +70,7 @@ def rows_after(target: TargetArrays, num_accepted: np.ndarray) -> DraftingRows:
     """
     assert target.pages.head is not None
     return DraftingRows(
-        committed_lens=target.start + tokens_accepted(target.num_new, num_accepted),
+        committed_lens=target.start + target.num_new + num_accepted,
         num_drafts=drafts_after(target, num_accepted),
         block_table=target.pages.head,
         page_size=target.pages.page_size,

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.batch.fixed import LiveBatch, covering, write_pages
-from attention.batch.host import BatchExtra, HostBatch, page_counts_of, slots_at
+from attention.batch.fixed import LiveBatch
+from attention.batch.host import BatchExtra, HostBatch, covering, page_counts_of, slots_at, write_pages
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from attention.spec import Reach

@@ -281,3 +281,32 @@ class Schedule:
     def num_tokens(self) -> int:
         """T."""
         return int(self.num_new.sum() + self.num_drafts.sum())
+
+
+def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
+    """Drafts that the limits allow, without K: min(max_model_len - 1 - bonus, tokens_left - 1); may be negative.
+
+    Every further committed token takes one from it, so after a verification it follows without the limits.
+
+    Args:
+        max_model_len: for all rows, or [B] for each. bonus_positions: [B] positions of the next bonus token (seq').
+        tokens_left: [B] tokens the row may still emit.
+
+    >>> draft_room(64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()
+    [1, 0, 1]
+    >>> draft_room(64, np.array([57]), np.array([12])).tolist(), draft_room(64, np.array([60]), np.array([9])).tolist()
+    ([6], [3])
+    """
+    return np.minimum(max_model_len - 1 - bonus_positions, tokens_left - 1)
+
+
+def drafts_within(num_speculative_tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Drafts of each row: its own K, at most the room, at least 0.
+
+    Args:
+        num_speculative_tokens: [B] K_i; room: [B], see `draft_room`.
+
+    >>> drafts_within(np.array([3, 3, 1]), np.array([2, -1, 9])).tolist()
+    [2, 0, 1]
+    """
+    return np.maximum(0, np.minimum(num_speculative_tokens, room))

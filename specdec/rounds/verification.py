@@ -15,9 +15,8 @@ from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
 from attention.spec import Reach
 from attention.staging import A, array
-from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig
-from specdec.rounds.rows import NeedsLogits, RowTable, Schedule
+from specdec.rounds.rows import NeedsLogits, RowTable, Schedule, draft_room
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class TargetArrays:
         decided: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
         wanted: [B] K of each row's request, 0 if the row continues reading its prompt after this round; room: [B]
             drafts that the row's limits allow after this round if none of its drafts are accepted, see
-            `drafters.loops.lengths.draft_room`.
+            `specdec.rounds.rows.draft_room`.
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
         request_rows: [B] RowTable rows. pages: theirs.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
@@ -277,7 +276,7 @@ def target_after(
         num_accepted: [B] accepted drafts of the last one, 0 while it is unread; tokens: [B, n+1] these drafts, then its
             next bonus tokens; None where only the device has them.
     """
-    read = tokens_accepted(target.num_new, num_accepted)
+    read = target.num_new + num_accepted
     start, every = target.start + read, np.arange(len(read))
     bonus_tokens = np.zeros(len(read), np.int32) if tokens is None else tokens[every, num_accepted]
     extras: tuple[BatchExtra | None, ...] = ()

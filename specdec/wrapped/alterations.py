@@ -32,14 +32,8 @@ _OF_EVERY_MODULE = (of_every_module._global_forward_hooks, of_every_module._glob
 """Private names: torch has no public list of registered hooks."""
 
 
-class Hook:
-    """A hook of this library: calls `call`, does nothing once pickled."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *given: Any) -> Any:
-        return self.call(*given)
+class Hook(partial[Any]):
+    """A hook of this library; does nothing once pickled."""
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _unpickled, ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -23,7 +24,7 @@ from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from attention.staging import A, Section, Staged, array
 from drafters.base import Head
-from drafters.loops.base import Attend, Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
+from drafters.loops.base import Attend, Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.execution.graphs import GraphExecutor
 from specdec.loading.cuda_graphs import choose_graphs
@@ -124,7 +125,7 @@ class ToyLoop:
 
     def run(self, inputs: ToyInputs, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
         head = self._head
-        attend = paged_attend(runner, runner.plan(inputs.metadata))
+        attend = partial(runner.attend, runner.plan(inputs.metadata))
         hidden = head.fuse(aux.index_select(0, inputs.token_indices))
         x = head.forward(inputs.token_ids, hidden, inputs.metadata.positions, attend).index_select(0, inputs.last_row)
         ids: list[torch.Tensor] = []

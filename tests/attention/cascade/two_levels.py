@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.backends.reference import TorchBackend, TorchBuilder, TorchPlan, segment_states
+from attention.backends.reference import Segment, TorchBackend, TorchBuilder, TorchPlan
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.cascade.shared_pages import cascade, shared_prefix
@@ -134,3 +134,18 @@ def attend_levels(plan: TwoLevels, key: AttentionSpec, query: torch.Tensor, laye
     own = Level(means[shared], log_sums[shared])
     means[shared] = merged([own, attend_prefix(plan.prefix, key, query, layer_kv)]).means
     return means
+
+
+def segment_states(
+    segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A segment's queries [b, Hkv, G, Q, Dk], keys and values [b, Hkv, S, D]; query: [b·Q, Hq, Dk]."""
+    rows, num_queries, num_keys = segment.shape
+    heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
+    q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
+    k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
+    k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
+    if key.value_in_key:
+        return q, k, k[..., : key.head_dim_v]
+    v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
+    return q, k, v.view(rows, num_keys, heads, -1).transpose(1, 2)

@@ -18,7 +18,7 @@ from attention.backends.reference import TorchBackend
 from attention.errors import UnsupportedAttentionError
 from attention.hf.gate import gate_of, guard, guarded, unguard
 from attention.hf.patches import attention_implementation, borrowed
-from attention.hf.port import ATTENTION_NAME, AttentionPort
+from attention.hf.port import ATTENTION_NAME, AttentionPort, specdec_attention
 from attention.hf.probe import probe
 from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams
@@ -158,7 +158,7 @@ def test_the_port_gives_contiguous_attention_and_hands_on_rows_that_kernels_can_
 
     query, key = torch.randn(1, 4, 16, 5).transpose(2, 3), torch.randn(1, 2, 5, 32)[..., ::2]
     with port.using(attend):
-        out = port.attend(0, query, key, key, None)
+        out, _ = specdec_attention(model.model.layers[0].self_attn, query, key, key, None)
     assert out.is_contiguous() and torch.equal(out, query.transpose(1, 2))
     assert seen == [[1, 1, 1]]
 

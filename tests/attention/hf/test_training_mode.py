@@ -34,7 +34,7 @@ def opt() -> Any:
 
 
 def otherwise(model: Any) -> set[str]:
-    return {type(own.module).__name__ for own in trainable_modules(model) if own.computes_otherwise}
+    return {type(own.place()).__name__ for own in trainable_modules(model) if own.computes_otherwise}
 
 
 def test_what_computes_otherwise() -> None:

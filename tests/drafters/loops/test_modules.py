@@ -34,7 +34,8 @@ class Module:
         return x + 100 * (self.number + 1)
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: Any, attend: Any) -> torch.Tensor:
-        self.calls.append((self.number, token_ids.tolist(), hidden[:, 0].tolist(), positions, attend))
+        served = attend if isinstance(attend, tuple) else (*attend.args, 0)
+        self.calls.append((self.number, token_ids.tolist(), hidden[:, 0].tolist(), positions, served))
         return 1000.0 * len(self.calls) + torch.arange(len(token_ids))[:, None]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,12 +64,12 @@ class Choices:
         return 10 * (step + 1) + torch.arange(len(logits)), None
 
 
-RUNNER: Any = SimpleNamespace(plan=lambda metadata: metadata.name)
+RUNNER: Any = SimpleNamespace(plan=lambda metadata: metadata.name, attend=lambda planned: None)
 
 
 @pytest.fixture(autouse=True)
 def named_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters.loops.chain, "paged_attend", lambda runner, plan, layer: (plan, layer))
+    monkeypatch.setattr(drafters.loops.chain, "from_layer", lambda attend, layer: (*attend.args, layer))
 
 
 def metadata(name: str, positions: list[int] | None = None) -> Any:

@@ -16,8 +16,8 @@ import drafters.loops.steps
 from attention.batch.host import HostBatch, rows_batch, slots_of
 from attention.errors import InvariantError
 from drafters.loops.base import DraftingRows, FixedShape
-from drafters.loops.lengths import num_drafts_allowed
 from drafters.loops.steps import StepBuffers, StepSection, step_arrays, step_width
+from specdec.rounds.rows import draft_room, drafts_within
 from tests.drafters.loops.test_prefill import DRAFTS, TABLE, WIDE, Case, cases
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_page_crossing_vector() -> None:
 @pytest.mark.parametrize(("bonus", "drafts"), [(20, 3), (60, 3), (61, 2), (62, 1), (63, 0), (64, 0)])
 def test_length_limit_vector(bonus: int, drafts: int) -> None:
     """Limit 64: a bonus token at 62 has one draft and no draft step, a bonus token at 63 none."""
-    n = num_drafts_allowed(np.array([3]), 64, np.array([bonus]), np.array([99]))
+    n = drafts_within(np.array([3]), draft_room(64, np.array([bonus]), np.array([99])))
     assert n.tolist() == [drafts]
     steps = step_arrays(DraftingRows(np.array([bonus]), n, np.zeros((1, 64), np.int32), 1))
     assert len(steps.batches) == max(0, drafts - 1) and (steps.sent is None) == (drafts < 2)
@@ -67,7 +67,7 @@ def test_length_limit_vector(bonus: int, drafts: int) -> None:
 def test_steps_write_the_rows_own_slots_in_order_and_nothing_else(case: Case) -> None:
     committed = case.start + case.query - case.drafts + case.accepted
     committed = np.minimum(committed, case.max_model_len)
-    n = num_drafts_allowed(case.most, case.max_model_len, committed, case.left)
+    n = drafts_within(case.most, draft_room(case.max_model_len, committed, case.left))
     assert ((n <= case.most) & (n <= np.maximum(case.left - 1, 0)) & (n >= 0)).all()
     assert (np.where(n > 0, committed + n, 0) <= case.max_model_len - 1).all(), "the last draft has a position"
     batches = step_arrays(DraftingRows(committed, n, case.table, case.page_size)).batches
@@ -94,11 +94,11 @@ def test_steps_write_the_rows_own_slots_in_order_and_nothing_else(case: Case) ->
 @given(cases())
 def test_one_rows_limit_does_not_touch_its_neighbours(case: Case) -> None:
     bonus = np.minimum(case.start + 1, case.max_model_len)
-    n = num_drafts_allowed(case.most, case.max_model_len, bonus, case.left)
+    n = drafts_within(case.most, draft_room(case.max_model_len, bonus, case.left))
     steps = step_arrays(DraftingRows(bonus, n, case.table, case.page_size)).batches
     for i in range(len(bonus)):
         one = slice(i, i + 1)
-        alone = num_drafts_allowed(case.most[one], case.max_model_len, bonus[one], case.left[one])
+        alone = drafts_within(case.most[one], draft_room(case.max_model_len, bonus[one], case.left[one]))
         assert n[i] == alone[0]
         own = step_arrays(DraftingRows(bonus[one], alone, case.table[one], case.page_size)).batches
         slots = [int(step.slot_mapping[i]) for step in steps]
@@ -129,7 +129,7 @@ def test_steps_run_the_rows_whose_tokens_are_drafted(rows: Rows, modules: int) -
 def test_they_equal_a_recount_step_by_step(rows: Rows, modules: int, page_size: int) -> None:
     own = drafting_rows(rows, page_size)
     found = step_arrays(own, modules)
-    assert len(found.batches) == own.num_steps
+    assert len(found.batches) == max(own.num_drafts.max() - 1, 0)
     for step, batch in enumerate(found.batches, 1):
         right = by_hand(step, own, modules)
         for name in ("query_start_loc", "positions", "seq_lens", "num_computed_tokens", "slot_mapping", "page_indices"):
@@ -196,10 +196,11 @@ def test_fixed_steps_equal_the_recount_one_round_after_the_other(
 def test_fixed_steps_equal_what_a_ragged_round_sends(rows: Rows, page_size: int, modules: int) -> None:
     own = drafting_rows(rows, page_size)
     ragged = StepSection(modules).arrays.values(step_arrays(own, modules).sent)
-    assert bool(ragged) == (own.num_steps > 0)
+    num_steps = max(int(own.num_drafts.max()) - 1, 0)
+    assert bool(ragged) == (num_steps > 0)
     _, staged = fixed_steps(page_size, modules, 5).send(own)
     for name in ("step.seq_lens", "step.last_page_len") if ragged else ():
-        assert staged[name][: own.num_steps, : len(rows)].tolist() == ragged[name].tolist(), name
+        assert staged[name][:num_steps, : len(rows)].tolist() == ragged[name].tolist(), name
 
 
 def test_worked_example_of_a_chain_in_a_fixed_shape() -> None:

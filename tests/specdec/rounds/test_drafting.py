@@ -9,10 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.loops.lengths import num_drafts_allowed
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import accepted_by_row, draft_input, drafts_after, rows_after
-from specdec.rounds.rows import RowTable, Schedule
+from specdec.rounds.rows import RowTable, Schedule, draft_room, drafts_within
 from specdec.rounds.verification import RoundTables, TargetArrays, Verified, target_arrays
 
 PAGES = np.arange(1, 65, dtype=np.int32).reshape(4, 16)
@@ -41,7 +40,7 @@ def test_drafting_rows_come_first_in_the_schedules_order_then_prompts_that_go_on
     assert draft.order.tolist() == draft.request_rows.tolist() == [2, 0, 1]
     assert draft.committed_lens.tolist() == [7, 11, 16] and draft.num_drafts_next.tolist() == [3, 2]
     assert draft.block_table[:, 0].tolist() == [33, 1, 17]
-    assert draft.drafting.committed_lens.tolist() == [7, 11] and draft.drafting.num_steps == 2
+    assert draft.drafting.committed_lens.tolist() == [7, 11] and draft.drafting.num_drafts.max() == 3
 
 
 def test_nothing_to_read_is_no_draft_loop() -> None:
@@ -74,7 +73,7 @@ def test_what_is_known_before_the_commit_is_what_the_scheduler_finds_after_it(
     table.computed[own] += 1 + accepted
     table.length[own] += 1 + accepted
     left = table.limit[own] - table.length[own]
-    assert found.tolist() == num_drafts_allowed(table.drafts[own], 60, table.computed[own], left).tolist()
+    assert found.tolist() == drafts_within(table.drafts[own], draft_room(60, table.computed[own], left)).tolist()
     assert after.committed_lens.tolist() == table.computed[own].tolist()
     assert after.num_drafts.tolist() == found.tolist()
 
