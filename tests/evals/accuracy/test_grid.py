@@ -61,6 +61,7 @@ def run(tmp_path: Path, *arguments: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path) -> None:
     """A backend of which this machine has none, and one that runs."""
     out = tmp_path / "grid.json"
