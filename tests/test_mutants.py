@@ -133,6 +133,7 @@ def test_kernels_are_edited_on_disk_in_a_copy(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+@pytest.mark.thorough
 def test_an_edited_kernel_is_what_runs(run_python: Any) -> None:
     """In a child of the runner; as Triton reads the file, it is not enough that Python runs the edit."""
     script = """

@@ -267,6 +267,7 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("query_len", [1, 6])
+@pytest.mark.cases(1)
 def test_batch_invariant_attention_in_chunks_of_fixed_rounds(query_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual rows with many queries, few and none, at the addresses of the first round."""
     monkeypatch.setattr("attention.staging._RING", 1)

@@ -56,6 +56,7 @@ def test_the_oracle_agrees_with_a_head_read_token_by_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.cases(1)
 def test_the_oracle_depends_on_every_true_state(name: str) -> None:
     head = HEADS[name](tiny_llama(context=0.35))
     changed = 0

@@ -91,7 +91,7 @@ def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Call
     "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in ("nemotron_h", "lfm2")), "mamba2"]
 )
 @torch.inference_mode()
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_an_eagle3_head_reads_true_states(name: str) -> None:
     model = tiny_hybrid(name)
     through_engine(wrap(model, eagle3_head(model), num_speculative_tokens=3, max_model_len=128))

@@ -56,6 +56,7 @@ def test_answers_and_their_rounds_are_those_of_one_rank(workers: dict[int, Worke
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_replay_is_of_the_whole_target(workers: dict[int, Worker]) -> None:
     ids = list(range(5, 30))
     right, found = (Replay.of(workers[size].models["main"]).all_logits(ids) for size in (1, 2))

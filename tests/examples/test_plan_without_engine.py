@@ -39,6 +39,7 @@ def check(backend: str, **env: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_torch_backend_on_a_cpu() -> None:
     check("torch", CUDA_VISIBLE_DEVICES="")
 

@@ -545,6 +545,7 @@ def test_rounds_from_graphs_refuse_what_they_have_built_in(kind: str, graphs_on_
 
 
 @pytest.mark.parametrize("kind", ["hooked", "patched"])
+@pytest.mark.cases(1)
 def test_no_graphs_are_captured_over_what_nobody_can_see(kind: str, graphs_on_cpu: Any) -> None:  # noqa: F811
     """A forward of the user's may read any variable, as a hook may."""
     model = made("llama" if kind == "patched" else kind, Steering())

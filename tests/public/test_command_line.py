@@ -167,6 +167,7 @@ def test_ctrl_c_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path, start_python: Any) -> None:
     """The reader has left before the first line is printed."""
     LAYOUTS["specforge"]().write(tmp_path / "head")

@@ -483,6 +483,7 @@ CHATS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHATS)
+@pytest.mark.cases(1)
 def test_messages_that_the_template_cannot_take(name: str) -> None:
     messages, words = CHATS[name]
     model = load(tiny_llama(), tokenizer=Templated())

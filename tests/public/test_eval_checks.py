@@ -70,6 +70,7 @@ SAMPLED = (*LOSSLESS, *OF_SAMPLES, "--max-new-tokens", "24", "--k", "1")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sampling_where_nothing_is_open_is_not_a_pass(specdec_command: Run) -> None:
     code, text = specdec_command(*LOSSLESS, "--mode", "sampled", "--samples", "100", "--max-new-tokens", "1")
     assert "NOT TESTED" in text and "PASS" not in text and "nan" not in text
@@ -153,6 +154,7 @@ def test_accuracy_on_one_question_has_no_interval_and_no_p_value(specdec_command
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_accuracy_without_a_draft_is_not_tested(specdec_command: Run) -> None:
     pytest.importorskip("lm_eval")
     arguments = ("--tasks", "specdec_arithmetic", "--limit", "2", "--device", "cpu", "--max-new-tokens", "1")

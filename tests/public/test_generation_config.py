@@ -173,6 +173,7 @@ def greedy(wrapped: Any, prompt: list[int] = PROMPT, **params: Any) -> list[int]
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("field", ["guidance_scale", "num_beams"])
+@pytest.mark.cases(1)
 def test_what_changes_the_arg_max_and_is_not_served_is_refused_by_name(field: str, num_drafts: int) -> None:
     wrapped = loaded(num_drafts, **{field: REFUSED_OWN[field]})
     rounds = wrapped.engine_stats.rounds
@@ -344,6 +345,7 @@ def test_any_other_value_is_refused(use: Any) -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("use", ["model", "ignore"])
+@pytest.mark.cases(1)
 def test_eos_ids_are_those_of_the_moment(num_drafts: int, use: str) -> None:
     """Set, changed and taken away after the model was wrapped; a request keeps those it was submitted with."""
     prompt = next(p for p in random_prompts(range(5, 25)) if len(set(hf_greedy(p, NEW))) > 2)

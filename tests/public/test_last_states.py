@@ -92,6 +92,7 @@ def test_drafts_are_those_of_the_oracle(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.cases(1)
 def test_the_test_of_a_head_and_its_training_read_the_same_states(name: str) -> None:
     model = MODELS[name]()
     ids, states = read_text(model, LetterTokenizer())

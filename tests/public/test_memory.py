@@ -40,6 +40,7 @@ class Traffic:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_memory_is_flat_under_prompts_of_random_length() -> None:
     target: Any = tiny_llama()
     model = SpeculativeModel.from_pretrained(

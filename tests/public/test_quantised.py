@@ -142,6 +142,7 @@ def test_quanto_in_4_bits_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, None])
+@pytest.mark.cases(1)
 def test_quanto_in_the_dtype_that_is_stored(stored: torch.dtype | None, tmp_path: Path) -> None:
     """dtype="auto", as on a GPU: of the model that was quantised, by its configuration, or by its scales."""
     need("quanto")
@@ -154,6 +155,7 @@ def test_quanto_in_the_dtype_that_is_stored(stored: torch.dtype | None, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("torchao int8", "quanto int8", "bitsandbytes nf4", "bitsandbytes int8"))
+@pytest.mark.cases(1)
 def test_bytes_are_those_of_the_file(name: str, folders: dict[str, Path]) -> None:
     folder = checkpoint(folders, name)
     tensors = load_file(folder / "model.safetensors")

@@ -159,6 +159,7 @@ def rows(side: str) -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("convert", [list, np.array, torch.tensor], ids=["lists", "numpy", "torch"])
+@pytest.mark.cases(1)
 def test_a_padded_batch_is_read_with_its_mask_and_refused_without(side: str, convert: Any, model: Any) -> None:
     ids, mask = (convert(part) for part in rows(side))
     encoding = {"input_ids": ids, "attention_mask": mask}

@@ -371,6 +371,7 @@ def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_interrupts_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real signal, at random moments, in the thread that runs most of the rounds."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):

@@ -172,6 +172,7 @@ def test_other_data_in_a_used_folder_is_refused(bench: Bench, expected: bytes) -
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[Path], expected: bytes) -> None:
     assert bench.train().code == 0
     done = bench.train(model=targets[1])

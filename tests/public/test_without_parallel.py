@@ -37,6 +37,7 @@ except SpecdecError as error:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_without_the_parallel_wing_says_the_same(run_python: Any) -> None:
     with SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu", num_speculative_tokens=3) as model:
         right = [list(done.token_ids) for done in model.generate(PROMPTS, SamplingParams(max_new_tokens=24))]

@@ -96,7 +96,7 @@ def freed_pages(wrapped: Any) -> int:
         ("llama4_text", False),
     ],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool) -> None:
     model = mixed(kind)
     wrapped = wrap(model, table_head(model), **SIZES)

@@ -81,7 +81,7 @@ def test_a_round(
     ("dims", "block_dv", "grouped"),
     [((16, 40), 16, False), ((24, 12), 16, True), pytest.param((32, 32), 32, True, marks=pytest.mark.long)],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_a_round_of_the_token_kernel_and_of_other_tilings(
     dims: tuple[int, int], block_dv: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

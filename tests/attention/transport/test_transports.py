@@ -260,7 +260,7 @@ def reader_of(kind: str, table: EngineTable, dim: int = DIM, pages: int = PAGES)
 
 
 @pytest.mark.parametrize("kind", BETWEEN)
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_between_two_processes_until_one_is_killed(kind: str) -> None:
     with child(kind) as (process, table):
         transport, bounds, own = reader_of(kind, table)

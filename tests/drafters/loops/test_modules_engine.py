@@ -75,7 +75,7 @@ def rounds(
     ],
 )
 @torch.inference_mode()
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_and_drafts(
     name: str, modules: int, drafts: int, options: dict[str, int], make: Callable[..., SpeculativeModel]
 ) -> None:
@@ -207,6 +207,7 @@ def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts"), [pytest.param(2, 3, marks=pytest.mark.long), (3, 5)])
+@pytest.mark.thorough
 def test_neighbours_and_preemption_change_no_round(
     modules: int, drafts: int, make: Callable[..., SpeculativeModel]
 ) -> None:

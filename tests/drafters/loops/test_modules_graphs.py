@@ -96,7 +96,7 @@ LONG_PAIRS = [("mimo", 2, 1, 1), ("mimo", 3, 5, 4), ("ernie", 4, 3, 1)]
     ("name", "modules", "drafts", "page_size"),
     [("mimo", 2, 3, 4), *PAIRS, *(long(*pair) for pair in LONG_PAIRS)],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

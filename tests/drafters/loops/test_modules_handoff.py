@@ -17,6 +17,7 @@ from tests.specdec.extensions.handoff.test_transfers import PARAMS, PROMPTS, SIZ
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.usefixtures("graphs_on_cpu")
+@pytest.mark.thorough
 def test_vectors_that_modules_carry_move(graphs: bool, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case("deepseek_v3", modules=2, context=0.5)
     for name, tensor in case.tensors.items():

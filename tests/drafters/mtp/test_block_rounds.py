@@ -34,6 +34,7 @@ GREEDY = SamplingParams(max_new_tokens=16, return_drafts=True)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_drafts_from_graphs(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -55,6 +55,7 @@ def test_embedding_and_lm_head_are_the_targets_own(name: str, tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("name", (*FORMATS, "qwen3_5", "nemotron_h"))
+@pytest.mark.cases(1)
 def test_any_missing_tensor_is_named(name: str, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name)
     shared = ("embed_tokens.weight", "shared_head.head.weight")

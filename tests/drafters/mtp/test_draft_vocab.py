@@ -77,7 +77,7 @@ def test_the_convention_is_judged_on_the_whole_vocabulary(make: Make) -> None:  
 
 @pytest.mark.parametrize("name", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @torch.inference_mode()
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_drafts_equal_the_oracles(name: str, make: Make) -> None:  # noqa: F811
     model, head = make(name)
     head.draft_on(SOME)

@@ -19,6 +19,7 @@ from tests.drafters.test_recurrent_targets import through_engine
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
 @torch.inference_mode()
+@pytest.mark.thorough
 def test_the_text_part_of_qwen3_5(name: str, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     """The text model's fields in text_config, its tensors under model.language_model, `mtp.*` beside."""
     tiny_case(name, context=0.02).write(tmp_path)

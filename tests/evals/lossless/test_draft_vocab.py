@@ -49,6 +49,7 @@ def judged(samples: int) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_samples_have_the_targets_distribution() -> None:
     fit = found(60)
     assert fit.verdict is Verdict.PASS and 0.1 < fit.accepted / fit.drafts < 0.9, json.dumps(vars(fit), default=str)

@@ -19,6 +19,7 @@ pytest.importorskip("scipy")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_a_mamba2_target_says_the_same_with_and_without_drafts(
     plant: SimpleNamespace, planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

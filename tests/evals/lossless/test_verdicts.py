@@ -166,6 +166,7 @@ def check_power(name: str, samples: int, only: int | None, runs: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [NAMES[1], *(pytest.param(one, marks=pytest.mark.long) for one in NAMES)])
+@pytest.mark.thorough
 def test_with_enough_samples_every_named_defect_is_found(name: str) -> None:
     defect = NAMES.index(name)
     found = once(np.random.default_rng(1), defect, COMMON.samples)

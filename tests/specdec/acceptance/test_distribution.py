@@ -164,6 +164,7 @@ def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInp
     "rule",
     [resample_from_p, *(pytest.param(rule, marks=pytest.mark.long) for rule in (same_uniform_twice, accept_over_half))],
 )
+@pytest.mark.thorough
 def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specdec.acceptance.judge, "accept_sampled", rule)
     outcomes, _ = sample(PLAIN)

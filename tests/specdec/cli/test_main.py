@@ -86,6 +86,7 @@ def test_every_listed_command_names_a_module_and_an_attribute(group: LazyGroup) 
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["eval", "--help"]])
+@pytest.mark.cases(1)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys; from click.testing import CliRunner; from specdec.cli.main import cli\n"

@@ -461,7 +461,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, TOKENS, 64), (TOKENS, 64)])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_gated_activations_are_one_operator(shape: tuple[int, ...]) -> None:
     _, after = rewritten(gated, hidden(*shape))
     assert (after["silu_product"], after["exp"], after["mul"]) == (1, 0, 0)

@@ -85,6 +85,7 @@ def run(model: Layers, tokens: int = 5, backend: Any = compile_regions) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [5, pytest.param(9, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_layers_that_are_alike_are_compiled_once(compiled: list[GraphModule], layers: int) -> None:
     """Four forms: the first and the last region have no layer on one side, and one layer keeps its states."""
     run(Layers((1.0,) * layers))

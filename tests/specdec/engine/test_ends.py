@@ -86,6 +86,7 @@ def test_a_request_whose_parameters_do_not_fit_fails_once_and_alone(model: Any) 
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.cases(1)
 def test_an_interrupt_loses_no_token_and_reports_none_twice(model: Any, rounds: int) -> None:
     """Requests go on after what was reported, in order of their turns, and know that they were read again."""
     engine = engine_of(model)

@@ -52,6 +52,7 @@ def test_rounds_from_graphs(graphs_on_cpu: list[Replayed], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_experts_and_latent_attention_from_graphs(graphs_on_cpu: list[Replayed], tmp_path: Path) -> None:  # noqa: F811
     """Fused: q_a and kv_a, which ends inside a block, of both layers; gate and up of the shared expert, whose width
     blocks divide, and not those of the dense layer."""

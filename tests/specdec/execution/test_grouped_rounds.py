@@ -59,6 +59,7 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gemma3_text", marks=pytest.mark.long), "llama4_text"])
+@pytest.mark.thorough
 def test_without_drafts_rounds_are_launched_before_the_read(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     kind: str,

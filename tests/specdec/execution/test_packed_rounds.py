@@ -47,6 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_those_of_the_eager_path(
     graphs_on_cpu: list[Any],  # noqa: F811
     launches: list[Any],

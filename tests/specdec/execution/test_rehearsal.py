@@ -82,6 +82,7 @@ def run(argument: str, cache: Path) -> list[tuple[list[tuple[str, bool]], list[s
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_launches_find_what_a_rehearsal_compiled(tmp_path: Path) -> None:
     """Without and with a draft: the filters are the same kernels, acceptance is compiled for the number of drafts."""
     rehearsed, again, at_once, after = run("", tmp_path)

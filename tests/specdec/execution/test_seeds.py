@@ -110,7 +110,7 @@ def joining(wrapped: Any) -> Found:
         for drawn in DRAWN
     ],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str) -> None:
     wrapped = loaded(execution, drawn, **BATCHES[name])
     together = wrapped.generate(PROMPTS, PARAMS)

@@ -219,7 +219,7 @@ def drafts_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(False, drafts_are_certain, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_sampled_tokens_have_the_targets_distribution(
     beside: bool, plant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ MIXED = ["paced", None, "fading", "all", "criterion", "function"]
     "names",
     [pytest.param(MIXED, id="mixed"), pytest.param(["several"] * 6, id="several", marks=pytest.mark.long)],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

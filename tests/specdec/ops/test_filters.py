@@ -98,7 +98,7 @@ def make(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k == "banned" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_filters(kind: str) -> None:
     """Every kind of logits meets every third row of parameters, the plain ones all of them."""
     every = [*EDGES, *FOUR, *EXTREME]

@@ -128,6 +128,7 @@ def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_f
 @pytest.mark.parametrize(
     ("width", "at_once", "splits", "parts"), [(512, 1, 4, 4), (640, 2, 2, 2), (600, 1, 3, 3), (600, 4, 3, 2)]
 )
+@pytest.mark.cases(1)
 def test_several_programs_share_the_columns_of_a_row(
     width: int, at_once: int, splits: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,7 @@ for kernel, rows, more in ((many._gate_up_kernel, many._ROWS, {"CLAMPED": True, 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_kernels_compile_for_hopper() -> None:
     """With its own matmul instruction and its memory accelerator, within a multiprocessor's shared memory."""
     assert printed(COMPILE).splitlines() == ["True True True"] * 2

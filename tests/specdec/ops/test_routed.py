@@ -227,6 +227,7 @@ print(max(most))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pairs", [(8, 16384), pytest.param((500, 1024, 2000), marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_kernels_compile_for_hopper(pairs: tuple[int, ...]) -> None:
     """In its own matmul instruction, within a multiprocessor's shared memory: the smallest tiles and the largest."""
     assert int(printed(COMPILE, *pairs)) <= 232448

@@ -93,7 +93,7 @@ def weaker(output: torch.Tensor, metadata: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [verification, second_row, row_alone, weaker])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_what_is_wrong_is_seen_beside_near_ties(target: Any, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TorchBackend.run
 

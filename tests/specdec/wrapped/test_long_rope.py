@@ -109,7 +109,7 @@ def said(wrapped: Any, prompts: Any) -> list[list[int]]:
     ],
 )
 @pytest.mark.usefixtures("every_self_test")
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) -> None:
     """In one ragged batch, read in chunks; the twin passes the original length, too."""
     prompts, answers = answers_of(kind)

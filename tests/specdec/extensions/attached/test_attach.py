@@ -199,6 +199,7 @@ def test_wrong_calls_raise_what_transformers_raises(attached: Any, target: Any, 
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.cases(1)
 def test_what_is_not_served_is_refused_by_name_or_runs_as_before(attached: Any, target: Any, case: str) -> None:
     with pytest.raises(InvalidInputError, match=r"beams|embeds|guidance|lookup|hidden_states|attentions"):
         call(attached, REFUSED[case])

@@ -111,6 +111,7 @@ def seeded(generate: Callable[..., Any], case: dict[str, Any]) -> list[list[int]
 
 
 @pytest.mark.parametrize("name", case_of("")[1].split(", "))
+@pytest.mark.cases(1)
 def test_what_rounds_cannot_do_is_refused_before_anything_changes(
     attached: Any, target: Any, fallback: Callable[[], None], name: str
 ) -> None:

@@ -241,6 +241,7 @@ def test_sampled_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Three free requests end one after the other before the one with a grammar, whose drafts stay where they were."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "tokenizer": tokenizer()}

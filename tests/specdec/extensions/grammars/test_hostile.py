@@ -77,6 +77,7 @@ def test_ends_that_are_text_come_where_the_text_may() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.cases(1)
 def test_requests_with_other_ends_beside_each_other(order: int) -> None:
     model = made(tokenizer=without_eos())
     ends = SPELLED.index("u"), SPELLED.index("y")

@@ -40,6 +40,7 @@ def run(run_python: Any, absent: bool) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_loads_and_generates_without_it(run_python: Any) -> None:
     """Nor does a model import it that no request moves into or out of."""
     with_it, without = run(run_python, absent=False), run(run_python, absent=True)

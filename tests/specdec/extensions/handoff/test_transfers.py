@@ -151,7 +151,7 @@ FURTHER += (("falcon_h1", pytest.mark.long), ("jamba", pytest.mark.long))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", *(pytest.param(n, marks=m) for n, m in FURTHER)])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_states_of_recurrent_layers_move(name: str) -> None:
     def load() -> Any:
         model = tiny_hybrid(name)

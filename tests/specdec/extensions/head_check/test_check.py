@@ -60,6 +60,7 @@ def test_chains_are_what_the_rounds_accepted(model: SpeculativeModel) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_right_head_is_fine(model: SpeculativeModel) -> None:
     found = checked(model)
     assert found.verdict == "fine" and found.best is None and len(found.tried) >= 8

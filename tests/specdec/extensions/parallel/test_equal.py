@@ -85,6 +85,7 @@ def test_llama_with_its_eagle3_head_and_preemption(two_ranks: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["auto", pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_grammars_are_followed_on_the_first_rank(two_ranks: Any, draft: str | None) -> None:
     """The tokens of one rank. The others decide nothing; they launch what the first one does."""
     pytest.importorskip("llguidance")

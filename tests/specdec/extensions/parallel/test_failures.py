@@ -96,6 +96,7 @@ def test_a_bad_prompt_is_told_to_nobody(model: Any, answer: list[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -> None:
     started = time.monotonic()
     ids = torch.tensor([[1, 2, 3]])
@@ -192,6 +193,7 @@ def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], eve
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_killed_before_the_ranks_meet(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, every_self_test: None, new_processes: None
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_process_killed_before_the_ranks_meet(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_test: None) -> None:
     """Rank 0 waits in a sum when it happens: the other process was stopped before."""
     with load(folders("one-kv-head")) as own:

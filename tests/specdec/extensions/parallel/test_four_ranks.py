@@ -65,6 +65,7 @@ def test_tiny_models(four_ranks: None, folders: Callable[[str], Path], name: str
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_load_that_fails_on_the_last_rank(four_ranks: None, folders: Callable[[str], Path]) -> None:
     """The ranks between it and rank 0 fail after it, for their sums end: they are not what is named."""
     with load(folders("two-kv-heads")) as own:

@@ -102,6 +102,7 @@ def test_between_one_rank_and_two_tokens_and_drafts_stay(pair: tuple[Any, Any]) 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_without_a_port_is_an_error_by_name(pair: tuple[Any, Any]) -> None:
     """Rank r listens on the r-th port after the one that was asked for, and there may be none: no rank is lost."""
     one, two = pair
@@ -269,6 +270,7 @@ def test_a_reader_that_dies_and_one_that_never_comes(pair: tuple[Any, Any]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_read_that_is_refused_at_once_ends_on_every_rank(pair: tuple[Any, Any]) -> None:
     """Rank 0 drops the pages while the other rank begins to read."""
     one, two = pair

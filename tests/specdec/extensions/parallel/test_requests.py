@@ -85,6 +85,7 @@ def test_they_get_what_one_process_gives_them(two_ranks: Any, folders: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_drafts_by_lookup(two_ranks: Any, folders: Callable[[str], Path]) -> None:
     """Each rank looks them up for itself, in the same tokens."""
     sizes: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 240}

@@ -38,6 +38,7 @@ def tokens(model: Any, params: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["auto", pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_they_are_the_rounds_of_one_rank(
     graphs: Callable[[bool], None], draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

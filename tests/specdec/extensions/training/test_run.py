@@ -14,6 +14,7 @@ from tests.hybrids import tiny_hybrid
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+@pytest.mark.cases(1)
 def test_a_recurrent_target_gives_a_head_its_shape(name: str) -> None:
     model = wrap(tiny_hybrid(name), max_num_seqs=1, max_model_len=64, kv_cache_tokens=256)
     config = model.hf_model.config
