@@ -73,7 +73,10 @@ class Refused(MetaPathFinder):
             from specdec.extensions import EXTENSIONS
 
             needed = (extension, *EXTENSIONS[extension].uses)
-            self.refused = tuple(f"specdec.extensions.{name}" for name in EXTENSIONS if name not in needed)
+            absent = [name for name in EXTENSIONS if name not in needed]
+            self.refused = tuple(f"specdec.extensions.{name}" for name in absent)
+            for name in absent:
+                del EXTENSIONS[name]  # `round_extras` looks whether they are there, and would find their folders
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if any(fullname == name or fullname.startswith(f"{name}.") for name in self.refused):
