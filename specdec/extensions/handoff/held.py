@@ -19,8 +19,6 @@ from attention.cache.windowed import WindowedTables
 from attention.errors import OutOfPagesError
 from specdec.extensions.handoff.moved import MovedRequest, Pages
 
-LEASE_SECONDS = 60.0
-"""How long pages are held for a request that left, by default."""
 GRACE_SECONDS = 5.0
 """How much longer than the lease pages are held: the clocks of two hosts may differ by this."""
 
