@@ -181,9 +181,7 @@ Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_
 """
 
 
-def resolve_aux_layers(
-    config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = ""
-) -> ResolvedField:
+def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str) -> ResolvedField:
     """Aux layers. Nested ids name the layer whose output is meant: aux layer = id + 1;
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are aux layers already.
