@@ -10,27 +10,37 @@ JOBS ?= $(shell nproc)
 # Each worker has half of the tests in their order, and takes from another when it is done: what modules share is made once.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
-test test-all test-core test-quick mutants: export PYTHONDONTWRITEBYTECODE =
+test test-thorough test-all test-core test-extensions test-quick mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-core test-quick mutants sweep docs lint format dist release-notes clean
+.PHONY: demo test test-thorough test-all test-core test-extensions test-quick mutants sweep docs lint format dist release-notes clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
 
 test: $(DEV)
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not thorough and not long"
+
+# What CI runs after `make test`: longer runs of what is tested there, and further kinds.
+test-thorough: $(DEV)
+	$(PYTEST) -m "thorough and not long"
 
 test-all: $(DEV)
 	$(PYTEST)
 
 # The core's tests in processes that refuse every extension, cascade attention, recurrent layers and transports.
 test-core: $(DEV)
-	SPECDEC_REFUSE_EXTENSIONS=1 $(PYTEST) -m "not slow and not long" tests/attention tests/drafters tests/specdec \
+	SPECDEC_REFUSE_EXTENSIONS=1 $(PYTEST) -m "not slow and not thorough and not long" tests/attention tests/drafters tests/specdec \
 	    --ignore=tests/specdec/extensions --ignore=tests/attention/cascade --ignore=tests/attention/recurrence \
 	    --ignore=tests/attention/transport
 
+# Each extension's tests in processes that refuse all others but those that its row of EXTENSIONS names.
+test-extensions: $(DEV)
+	for name in attached batches grammars handoff head_check parallel rollouts service training; do \
+	    SPECDEC_REFUSE_EXTENSIONS=$$name $(PYTEST) -m "not slow and not thorough and not long" tests/specdec/extensions/$$name || exit 1; \
+	done
+
 test-quick: $(DEV)
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not thorough and not long"
 
 # Edits of tests/mutants/mutants.toml, each on its own: the tests named for it must fail.
 mutants: $(DEV)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.abc import MetaPathFinder
@@ -58,26 +59,38 @@ sys.meta_path.append(FakesFinder())
 
 
 class Refused(MetaPathFinder):
-    """Refuses what can be absent: `make test-core` runs the core's tests without it."""
+    """Refuses what can be absent: `make test-core` runs the core's tests without it, `make test-extensions` each
+    extension's without the extensions that its row of `EXTENSIONS` does not name."""
 
     packages = ("specdec.extensions", "attention.cascade", "attention.recurrence", "attention.transport")
     through_others = ("logits/test_requests.py", "options/test_load_options.py", "specdec/test_recurrent_targets.py")
     """Tests that need one of them without its name: of what another test file imports, or of a public name."""
 
+    def __init__(self, extension: str) -> None:
+        """extension: whose tests run; "1" for the core's."""
+        self.refused = self.packages
+        if extension != "1":
+            from specdec.extensions import EXTENSIONS
+
+            needed = (extension, *EXTENSIONS[extension].uses)
+            self.refused = tuple(f"specdec.extensions.{name}" for name in EXTENSIONS if name not in needed)
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.packages):
+        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.refused):
             raise ImportError(f"{fullname} is refused in this run", name=fullname)
         return None
 
 
-REFUSES = bool(os.environ.get("SPECDEC_REFUSE_EXTENSIONS"))
+REFUSES = os.environ.get("SPECDEC_REFUSE_EXTENSIONS", "")
 if REFUSES:
-    sys.meta_path.insert(0, Refused())
+    sys.meta_path.insert(0, Refused(REFUSES))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Where extensions are refused: files of tests whose code names one are about it, and not the core's."""
-    if not REFUSES or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    """Tests of a GPU without one; where extensions are refused, files whose code names one: they are not the core's."""
+    if collection_path.name == "gpu" and not torch.cuda.is_available():
+        return True  # importing three dozen files takes seconds
+    if REFUSES != "1" or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text("utf-8")
     named = any(name in text for name in Refused.packages)
@@ -260,12 +273,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     last ones they would be shared, and four processes that wait for each other share two processors badly.
     """
     items.sort(key=lambda item: item.path.parent.name != "parallel")
+    _mark_further_cases(items)
     if torch.cuda.is_available():
         return
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpu:
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=of_gpu)
+
+
+def _mark_further_cases(items: list[pytest.Item]) -> None:
+    """Of a test marked `cases(n)`, all cases but the first n that are not `long` are `thorough`."""
+    seen = Counter[str]()
+    for item in items:
+        marked = item.get_closest_marker("cases")
+        if marked is None or item.get_closest_marker("long"):
+            continue
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if seen[name] > marked.args[0]:
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:

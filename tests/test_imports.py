@@ -80,6 +80,7 @@ def test_every_package_is_checked() -> None:
         ("transformers.integrations", {"specdec/ops/mixtures/choice.py", "specdec/wrapped/quantised_layers.py"}),
     ],
 )
+@pytest.mark.cases(1)
 def test_some_libraries_are_imported_in_one_place(module: str, only: set[str]) -> None:
     found = set()
     for path in FILES:

@@ -41,6 +41,7 @@ def reaches_below(folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", LIMITS)
+@pytest.mark.cases(1)
 def test_private_reaches_are_few(folder: str) -> None:
     found = reaches_below(folder)
     beyond = {name: reaches[LEFT.get(name, 0) :] for name, reaches in found.items()}

@@ -87,6 +87,7 @@ WHOLE, IN_PARTS, WIDE = Tiling(64, 2, 3, 1, 1 << 20), Tiling(32, 2, 5, 64, 40), 
         pytest.param(WHOLE, "HND", id="whole-HND", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_packed_attention(
     heads: tuple[int, int],
     dim: int,
@@ -139,6 +140,7 @@ def test_packed_attention(
         pytest.param(1, 128, (4, 2), 64, 1, 1, "HND", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_packed_attention_after_a_shared_prefix(
     heads: tuple[int, int],
     dim: int,
@@ -224,6 +226,7 @@ def test_packed_kernel_follows_its_part() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
     from attention.cascade.page_sharing import CascadeCost, SharedRows
@@ -282,6 +285,7 @@ def test_batch_invariant_attention_in_chunks_of_fixed_rounds(query_len: int, mon
         pytest.param(513, 96, True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.cases(1)
 def test_batch_invariant_matmuls(tokens: int, width: int, has_bias: bool) -> None:
     """Every size of tiles, over more weight rows than a group of tiles has, the last tile cut off."""
     dtype = torch.float16
@@ -294,6 +298,7 @@ def test_batch_invariant_matmuls(tokens: int, width: int, has_bias: bool) -> Non
 
 
 @pytest.mark.parametrize("width", [48, 512])
+@pytest.mark.cases(1)
 def test_norm(width: int) -> None:
     dtype = torch.float16
     wide = torch.randn(1, 7, width + 16, dtype=dtype)

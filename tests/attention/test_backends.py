@@ -289,6 +289,7 @@ def test_half_precision(name: str, dtype: torch.dtype, batch: str, variant: str)
         pytest.param("wide keys", "mixed", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
     """float16: the interpreter cuts bfloat16 off where a GPU rounds.
 
@@ -308,6 +309,7 @@ def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
         pytest.param("8 bits, window, HND", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.cases(1)
 def test_our_kernel_reads_8_bits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of FlashInfer's backend. The interpreter cuts off where it writes 8 bits; so the reference writes."""
 
@@ -361,6 +363,7 @@ def check_padding(name: str, size: str, variant: str, batch: str, dtype: torch.d
 @pytest.mark.parametrize(
     ("name", "dtype"), [("torch", torch.float32), ("flex", torch.float32), ("batch_invariant", torch.float16)]
 )
+@pytest.mark.cases(1)
 def test_padding_is_neither_written_nor_attended(name: str, dtype: torch.dtype, batch: str) -> None:
     if name == "batch_invariant" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a GPU is here: the kernel runs compiled below")

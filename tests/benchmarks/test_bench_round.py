@@ -83,6 +83,7 @@ def test_too_few_tokens_for_full_rounds_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_floor_of_uneven_rows_counts_every_key() -> None:
     """Of one long row beside short ones it is that of the weights, and of all rows' keys and values."""
     pair, drafts = random_pair("tiny", torch.float32, torch.device("cpu")), 3
@@ -95,6 +96,7 @@ def test_the_floor_of_uneven_rows_counts_every_key() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     """From the command line: a line for each K and batch, in order, and why there are no graphs."""
     out = tmp_path / "round.jsonl"
@@ -111,6 +113,7 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_long_row_beside_a_short_one_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the shape's configuration allows."""
     small = SHAPES["tiny-qwen3.5"]()
@@ -150,6 +153,7 @@ def test_what_needs_a_gpu_is_refused_on_the_cpu(option: tuple[str, str], tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_hybrid_without_graphs_is_measured_and_says_so(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -168,6 +172,7 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_graphs_are_required_of_a_plain_target() -> None:
     plain, hybrid = (random_pair(shape, torch.float32, torch.device("cpu")) for shape in ("tiny", "tiny-qwen3.5"))
     assert [graphs_of(plain, "flashinfer"), graphs_of(hybrid, "flashinfer")] == [True, "auto"]

@@ -74,6 +74,7 @@ def test_only_chosen_experts_count_in_the_floor(pair: Pair) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_without_experts_has_none() -> None:
     assert expert_work(random_pair("tiny", torch.float32, CPU).target, sequences(1, 8), 1, 4).layers == 0
 
@@ -118,6 +119,7 @@ def test_held_routes_of_packed_experts() -> None:
 
 
 @pytest.mark.usefixtures("own_forms")
+@pytest.mark.thorough
 def test_held_routes() -> None:
     """The experts of a token slot are the table's, whatever the router says; and so are the numbers of experts."""
     pair = random_pair("tiny-deepseek", torch.float32, torch.device("cpu"), held_tokens=64)

@@ -22,6 +22,7 @@ def test_every_shape_with_modules_is_a_shape() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny", "tiny-deepseek"])
+@pytest.mark.cases(1)
 def test_a_pair_with_two_modules(shape: str) -> None:
     pair = random_pair(f"{shape}-2-modules", torch.float32, CPU)
     assert isinstance(pair.head, MtpStack) and pair.num_modules == len(pair.head.mtp_modules) == 2
@@ -29,6 +30,7 @@ def test_a_pair_with_two_modules(shape: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_floor_counts_one_pass_of_the_second_module() -> None:
     """Of one draft there is none; of three, its matmul weights and its keys and values are read once more."""
     one, two = (random_pair(shape, torch.float32, CPU) for shape in ("tiny-deepseek", "tiny-deepseek-2-modules"))

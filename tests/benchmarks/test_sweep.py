@@ -54,6 +54,7 @@ REFUSED = {"rwkv": "keeps state", "xlm-roberta": "comes out wrong"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in FURTHER)) for n in EXACT])
+@pytest.mark.thorough
 def test_telling_types_are_exact(name: str) -> None:
     (case,) = (c for c in all_cases() if c.name == name)
     verdict = check(case, torch.float32, "cpu")
@@ -100,6 +101,7 @@ def failing(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_one_wrong_token_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", altered(last_token_wrong))
     (case,) = (c for c in all_cases() if c.name == "gpt2")
@@ -115,6 +117,7 @@ def test_an_error_without_a_name_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_eager_attention_that_gives_other_tokens_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared with is the default attention: eager hid that PaliGemma attends both ways."""
 
@@ -133,6 +136,7 @@ def test_eager_attention_that_gives_other_tokens_is_noted(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_limit_is_told_with_its_reason_and_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = named_cases(("deepseek_v32",))
     verdict = check(case, torch.float32, "cpu")
@@ -144,6 +148,7 @@ def test_a_limit_is_told_with_its_reason_and_must_hold(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_wrapper_is_read_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     load = SpeculativeModel.from_pretrained
@@ -160,6 +165,7 @@ def test_a_wrapper_is_read_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_type_of_the_mapping_is_a_case() -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

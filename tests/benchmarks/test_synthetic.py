@@ -76,6 +76,7 @@ def test_the_tokens_are_the_accepted_drafts_and_a_drawn_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [0, pytest.param(1, marks=pytest.mark.long), 31])
+@pytest.mark.cases(1)
 def test_a_rows_acceptance_does_not_depend_on_how_many_others_there_are(others: int) -> None:
     drawn = draws(0.8)
     rounds = 3000

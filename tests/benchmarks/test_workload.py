@@ -102,6 +102,7 @@ def model() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 500.0])
+@pytest.mark.cases(1)
 def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     load = Load(6, (2, 30), (3, 12), sampled_share=0.5, rate=rate)
     asked = load.arrivals(VOCAB)

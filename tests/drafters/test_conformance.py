@@ -85,6 +85,7 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
     ],
 )
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_drafts_equal_the_oracles(name: str, options: dict[str, int], make: Callable[[str], Pair]) -> None:
     model, head = make(name)
     wrapped = wrap(model, head, num_speculative_tokens=3, **options)
@@ -99,6 +100,7 @@ def test_drafts_equal_the_oracles(name: str, options: dict[str, int], make: Call
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.long), "mimo"])
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_tokens_are_the_targets_greedy_ones(name: str, make: Callable[[str], Pair]) -> None:
     model, head = make(name)
     completions = wrap(model, head, num_speculative_tokens=3).generate(PROMPTS, GREEDY)

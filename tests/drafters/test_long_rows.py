@@ -234,6 +234,7 @@ def own_decoding(model: Any, head: Any, prompt: list[int]) -> tuple[list[int], t
 @pytest.mark.parametrize("keys", [16_384, pytest.param(65_536, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PAIRS)
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_a_row_of_many_keys_beside_short_ones(name: str, keys: int) -> None:
     """The row's keys pass their number within its first rounds."""
     long = keys - 4

@@ -70,6 +70,7 @@ def through_engine(wrapped: Any) -> list[Any]:
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "qwen3_5_moe")) for n in FAMILIES])
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case(name, context=0.02)
     for tensor_name, tensor in case.tensors.items():
@@ -90,6 +91,7 @@ def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Call
     "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in ("nemotron_h", "lfm2")), "mamba2"]
 )
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_an_eagle3_head_reads_true_states(name: str) -> None:
     model = tiny_hybrid(name)
     through_engine(wrap(model, eagle3_head(model), num_speculative_tokens=3, max_model_len=128))

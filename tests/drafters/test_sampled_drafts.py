@@ -81,6 +81,7 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "options", "execution"), pairs(), indirect=["execution"])
+@pytest.mark.cases(1)
 def test_drawn_drafts_are_the_oracles(
     name: str,
     options: dict[str, int],
@@ -106,6 +107,7 @@ def test_drawn_drafts_are_the_oracles(
         pytest.param("deepseek_v3", 2, 4, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_drawn_drafts_of_several_modules_are_the_oracles(
     name: str,
     modules: int,

@@ -56,6 +56,7 @@ def target_once(targets_share: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("target_once")
+@pytest.mark.thorough
 def test_the_engine_passes(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
     found = verdict(plant, worker, tmp_path / "run", samples=SAMPLES)
     assert found["passed"]
@@ -111,6 +112,7 @@ def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("resampling_from_p", "target_once")
+@pytest.mark.thorough
 def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
     found = verdict(plant, worker, tmp_path / "run", mode="sampled", samples=SAMPLES)
     control, speculative = found["sampled"]["arms"]
@@ -118,6 +120,7 @@ def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_acceptance_on_the_engine(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
     executor = worker
     plan = Plan(plant.questions(6), sweep((1, K)), asking(), batch_size=2, worst=1, predict_batch_sizes=(1, 2))

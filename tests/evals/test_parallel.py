@@ -41,6 +41,7 @@ def workers(forked_ranks: None) -> Iterator[dict[int, Worker]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_answers_and_their_rounds_are_those_of_one_rank(workers: dict[int, Worker]) -> None:
     """What acceptance, losslessness and accuracy are computed from; and who has which weights."""
     chunk = tuple(load("arithmetic", limit=3).questions)

@@ -99,6 +99,7 @@ def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.thorough
 def test_lossless(saved: Any, evaluate: Any, name: str) -> None:
     asked = ("--data", "arithmetic", "--limit", "4", "--max-new-tokens", "32", "--k", "3", "--mode", "greedy")
     code, text, document = evaluate("lossless", saved(name), *asked)
@@ -108,6 +109,7 @@ def test_lossless(saved: Any, evaluate: Any, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_lossless_fails_where_accepted_drafts_are_not_replayed(
     saved: Any, evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +121,7 @@ def test_lossless_fails_where_accepted_drafts_are_not_replayed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_sampled_answers_are_drawn_from_the_targets_distribution(
     plant: SimpleNamespace, name: str, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_sampled_answers_are_drawn_from_the_targets_distribution(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_acceptance(saved: Any, evaluate: Any, name: str) -> None:
     asked = ("--data", "arithmetic", "--limit", "4", "--max-new-tokens", "32", "--k", "1,3", "--batch-size", "2")
     code, text, document = evaluate("acceptance", saved(name), *asked)
@@ -147,6 +151,7 @@ def test_acceptance(saved: Any, evaluate: Any, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED[::2])
+@pytest.mark.thorough
 def test_gsm8k(saved: Any, evaluate: Any, name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     rows = [{"question": f"Tom has {i} eggs. How many?", "answer": f"So {i}.\n#### {i}"} for i in range(9)]
@@ -174,6 +179,7 @@ def humaneval_data(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_humaneval(saved: Any, evaluate: Any, humaneval_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task asks for 1,024 tokens, and a random model never stops: it is told to after 96."""
     pytest.importorskip("lm_eval")
@@ -200,6 +206,7 @@ def test_a_task_that_leaves_no_room_for_a_prompt_is_refused(saved: Any, evaluate
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.cases(1)
 def test_scores_of_given_texts_are_the_models_own(saved: Any, name: str) -> None:
     """lm-eval's loglikelihood runs the user's model between rounds of ours."""
     pytest.importorskip("lm_eval")

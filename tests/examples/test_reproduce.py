@@ -144,6 +144,7 @@ def real(record: Any, tmp_path: Path) -> Callable[[str], list[Command]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.cases(1)
 def test_a_dry_run_has_the_commands_of_the_real_one(record: Any, real: Any, script: str) -> None:
     commands = real(script)
     (stand_in, *dry), done = record(script, DRY_RUN="1")
@@ -153,6 +154,7 @@ def test_a_dry_run_has_the_commands_of_the_real_one(record: Any, real: Any, scri
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.cases(1)
 def test_every_command_of_a_real_run_can_be_read(real: Any, tmp_path: Path, script: str) -> None:
     (tmp_path / "document.json").touch()
     known = "tensor_parallel_size" in {each.name for each in fields(LoadOptions)}
@@ -193,6 +195,7 @@ def test_code_of_a_model_runs_only_where_it_is_allowed(record: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_deepseek_r1_dry(rehearse: Any) -> None:
     found = rehearse("deepseek-r1-mtp-tp4.sh")
     assert found["lossless.json"]["verdict"] == "PASS"
@@ -251,6 +254,7 @@ def test_a_number_below_the_published_one_fails(tmp_path: Path, measured: Any, o
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """own_tokens fails once transformers' own answer is another one."""
     invoke(["python", str(FOLDER / "stand_in.py"), str(tmp_path)])
@@ -292,6 +296,7 @@ def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: p
         ("own_tokens.py", ("--dtype", "int7"), "dtype"),
     ],
 )
+@pytest.mark.cases(1)
 def test_bad_input_is_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, said: str
 ) -> None:

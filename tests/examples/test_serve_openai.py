@@ -117,6 +117,7 @@ def direct(running: Running, **options: Any) -> Any:
     return running.model.generate(CHAT, **({"max_new_tokens": 24} | options))[0]
 
 
+@pytest.mark.thorough
 def test_a_chat_is_what_generate_says(running: Running) -> None:
     found, right = ask(running), direct(running)
     assert found.choices[0].message.content == right.text and found.choices[0].finish_reason == "length"
@@ -243,6 +244,7 @@ def test_a_full_queue_is_told_by_429(running: Running) -> None:
     assert running.idle()
 
 
+@pytest.mark.thorough
 def test_a_body_that_does_not_arrive_is_refused_and_holds_up_no_end() -> None:
     running = Running(limit=0.2, body=0.3)
     with running.begin_body() as one:
@@ -256,6 +258,7 @@ def test_a_body_that_does_not_arrive_is_refused_and_holds_up_no_end() -> None:
         assert not running.thread.is_alive() and time.monotonic() - begun < 20
 
 
+@pytest.mark.thorough
 def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
     running, found = Running(key=None), dict[str, Any]()
     right = direct(running, max_new_tokens=150, ignore_eos=True).text
@@ -287,6 +290,7 @@ def test_at_the_limit_requests_are_cancelled_and_answered() -> None:
     assert not running.thread.is_alive()
 
 
+@pytest.mark.thorough
 def test_the_code_of_the_page_runs(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "service.md").read_text("utf-8")
     client, calls, metrics = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

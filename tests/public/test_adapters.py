@@ -101,6 +101,7 @@ def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoRA", "LoRA with an lm_head", "IA3", "tokens"])
+@pytest.mark.cases(1)
 def test_an_object_says_what_its_own_generate_says(name: str) -> None:
     model = adapted(name)
     right = own(model)
@@ -123,6 +124,7 @@ def test_an_object_says_what_its_own_generate_says(name: str) -> None:
         pytest.param("LoRA with an lm_head", False, id="live-LoRA with an lm_head", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Path, tmp_path: Path) -> None:
     model = adapted(name)
     right, folder = own(model), save(model, tmp_path / "adapter", base)
@@ -137,6 +139,7 @@ def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.cases(1)
 def test_an_adapter_of_tied_embeddings_is_not_merged(layers: list[str], tmp_path: Path) -> None:
     """peft would add the part of one of them to the weight of both."""
     torch.manual_seed(0)
@@ -166,6 +169,7 @@ def test_tokens_that_were_added_before_training_are_named(base: Path, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
     """By name, with draft="auto" and the tokenizer of the base."""
     from transformers import AutoModelForCausalLM
@@ -210,6 +214,7 @@ def first(model: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.cases(1)
 def test_what_is_switched_after_loading_is_noticed(name: str) -> None:
     change, back = SWITCHES[name]
     model = adapted()
@@ -228,6 +233,7 @@ def test_what_is_switched_after_loading_is_noticed(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_new_values_of_an_adapter_are_used() -> None:
     model = adapted()
     with wrap(model, table_head(tiny_llama()), num_speculative_tokens=3) as wrapped:
@@ -358,6 +364,7 @@ def test_what_does_not_go_together(lora: Path, base: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("trained_on", "told"), [("owner/other-model", True), ("owner/Base", False), (None, False),
                                                   ("/cache/snapshots/" + "0a" * 20, False)])  # fmt: skip
+@pytest.mark.cases(1)
 def test_an_adapter_of_another_base_is_told(trained_on: str | None, told: bool, tmp_path: Path) -> None:
     """Its sizes fit, and nothing else could tell."""
     model = adapted()
@@ -373,6 +380,7 @@ def test_an_adapter_of_another_base_is_told(trained_on: str | None, told: bool, 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_bias_that_cannot_be_merged_runs_live(base: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, init_lora_weights=False, lora_bias=True, **LINEAR)
     model = peft.get_peft_model(tiny_llama(), config).eval()

@@ -452,6 +452,7 @@ def drawn(number: int) -> tuple[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
+@pytest.mark.thorough
 def test_answers_are_those_of_the_model_as_it_is_now(part: int, models: Models) -> None:
     different = 0
     for number in range(part, EPISODES, 2):
@@ -466,6 +467,7 @@ def test_answers_are_those_of_the_model_as_it_is_now(part: int, models: Models) 
     ("change", "kind"),
     [("strength in a closure", "hooked"), ("adapter's int", "switched on"), ("class patched", "llama")],
 )
+@pytest.mark.cases(1)
 def test_pages_that_outlive_a_change_are_seen(change: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the cache is kept whatever has changed."""
     monkeypatch.setattr(Engine, "check_weights", lambda self: None)

@@ -580,6 +580,7 @@ def cached(home: Path, name: str, saved: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [pytest.param("refused", marks=pytest.mark.long), "silent"])
+@pytest.mark.thorough
 def test_a_hub_that_does_not_answer_costs_seconds(network: str, silent: str, saved: Path, tmp_path: Path) -> None:
     """And a model in the hub's cache needs none."""
     endpoint = silent if network == "silent" else "http://127.0.0.1:9"

@@ -92,6 +92,7 @@ def target_once(targets_share: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("target_once")
+@pytest.mark.thorough
 def test_sampling_tests_open_places_and_states_its_power(specdec_command: Run, tmp_path: Path) -> None:
     code, text = specdec_command(*SAMPLED, "--output", "o.json")
     assert code == 0 and "PASS: output unchanged" in text
@@ -111,6 +112,7 @@ def test_a_lossy_distribution_fails(specdec_command: Run, altered: Callable[...,
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_lossy_greedy_answer_fails(specdec_command: Run, altered: Callable[..., None]) -> None:
     altered(after=lambda done: dataclasses.replace(done, token_ids=[*done.token_ids[:5], 7, *done.token_ids[6:]]))
     code, text = specdec_command(*LOSSLESS, "--mode", "greedy")
@@ -142,6 +144,7 @@ def test_the_same_configuration_twice_says_so(specdec_command: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_accuracy_on_one_question_has_no_interval_and_no_p_value(specdec_command: Run) -> None:
     pytest.importorskip("lm_eval")
     arguments = ("--tasks", "specdec_arithmetic", "--limit", "1", "--device", "cpu", "--max-new-tokens", "60")
@@ -158,6 +161,7 @@ def test_accuracy_without_a_draft_is_not_tested(specdec_command: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_second_run_in_the_same_folder_is_refused(
     specdec_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,6 +184,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["[]", *(pytest.param(c, marks=pytest.mark.slow) for c in ("not json", "\x00"))])
+@pytest.mark.cases(1)
 def test_a_damaged_settings_file_is_named(specdec_command: Run, tmp_path: Path, content: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "settings.json").write_text(content)
@@ -188,6 +193,7 @@ def test_a_damaged_settings_file_is_named(specdec_command: Run, tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_other_settings_are_shown_by_what_differs(specdec_command: Run) -> None:
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0
     code, text = specdec_command(*ACCEPTANCE, "--run-dir", "run", "--max-new-tokens", "21")
@@ -197,6 +203,7 @@ def test_other_settings_are_shown_by_what_differs(specdec_command: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_last_line_cut_off_is_dropped_and_said(specdec_command: Run, tmp_path: Path) -> None:
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0
     path = tmp_path / "run" / "answers.jsonl"
@@ -211,6 +218,7 @@ def test_a_last_line_cut_off_is_dropped_and_said(specdec_command: Run, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_other_damage_of_a_run_is_named(specdec_command: Run, tmp_path: Path) -> None:
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0
     path = tmp_path / "run" / "answers.jsonl"
@@ -241,6 +249,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_room_for_answers_is_a_named_error(specdec_command: Run, small_files: Callable[[int], None]) -> None:
     small_files(5_000)
     code, text = specdec_command(*ACCEPTANCE, "--limit", "40", "--run-dir", "run")

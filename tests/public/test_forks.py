@@ -153,6 +153,7 @@ def forks(episodes: int, seed: int, limit: float | None) -> list[tuple[str, str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("episodes", [6, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_forks_at_random_moments(episodes: int) -> None:
     found = forks(episodes, seed=5, limit=LIMIT if episodes > 10 else None)
     assert len(found) == episodes
@@ -160,6 +161,7 @@ def test_forks_at_random_moments(episodes: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_child_that_has_closed_the_model_waits_for_no_thread_of_the_parents() -> None:
     """Two threads of OpenMP have helped the parent: GNU's waits for them in the child, where they are not."""
     model = wrap(target := tiny_llama(), table_head(target), num_speculative_tokens=3)

@@ -79,6 +79,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["llama", "static", "deepseek", "qwen"],
 )
+@pytest.mark.thorough
 def test_tokens_are_those_of_the_arithmetic_written_plainly(
     tmp_path: Path, sizes: dict[str, Any], static: bool
 ) -> None:
@@ -105,6 +106,7 @@ def test_tokens_are_those_of_the_arithmetic_written_plainly(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_prediction_module_in_fp8_beside_its_target(tmp_path: Path) -> None:
     """As in DeepSeek-V3's own checkpoint: the module is multiplied out, the target is not, and says the same."""
     folder = write(tmp_path / "target", {**DEEPSEEK, "num_nextn_predict_layers": 1})
@@ -127,6 +129,7 @@ def test_a_prediction_module_in_fp8_beside_its_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_weights_stay_in_8_bits_and_it_is_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "target", LLAMA)
     with pytest.warns(SpecdecWarning, match="quantised in FP8 and runs on a CPU"):
@@ -163,6 +166,7 @@ def shifted(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 @pytest.mark.parametrize("sizes", [LLAMA, {**DEEPSEEK, "moe_intermediate_size": 256}], ids=["linear", "experts"])
+@pytest.mark.cases(1)
 def test_an_operator_with_wrong_scales_is_refused(
     tmp_path: Path, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,12 +242,14 @@ def half(folder: Path) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_router_turns_few_tokens_in_half_precision(tmp_path: Path) -> None:
     folder = write(tmp_path / "target", DEEPSEEK)
     check_tokens(reference(folder, DEEPSEEK), half(folder))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_only_a_near_tie_of_a_router_explains_a_token(tmp_path: Path) -> None:
     """Tokens that are the oracle's best by the other choice of a router, whether that is nearly as good or not."""
     oracle, (text,) = reference(write(tmp_path / "target", DEEPSEEK), DEEPSEEK), prompts((160,), seed=5)
@@ -269,6 +275,7 @@ def test_only_a_near_tie_of_a_router_explains_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", ["a scale ignored", "experts swapped", "the router's rows swapped"])
+@pytest.mark.thorough
 def test_a_defect_is_no_near_tie(defect: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "target", DEEPSEEK)
     oracle = reference(folder, DEEPSEEK)

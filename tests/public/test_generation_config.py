@@ -194,6 +194,7 @@ def generated(model: Any, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_options_of_the_models_own_config_apply(num_drafts: int) -> None:
     """To calls by name and to a GenerationConfig, never to SamplingParams; they are those of the moment."""
     wrapped = loaded(num_drafts, eos_token_id=UNSAID)
@@ -223,6 +224,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, 
 
 
 @pytest.mark.parametrize("use", ["model", "ignore"])
+@pytest.mark.cases(1)
 def test_a_call_by_name_starts_from_how_the_file_samples(use: str) -> None:
     """As in transformers: do_sample, temperature and filters, and top_k=50 where it samples and does not say."""
     wrapped = loaded(3, use, **SAMPLED, max_new_tokens=NEW, repetition_penalty=1.2, stop_strings=["zzzz"])
@@ -308,6 +310,7 @@ def test_a_models_own_config_may_have_what_a_caller_may_not_ask_for() -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_ignore_switches_everything_off_and_says_so(num_drafts: int) -> None:
     model = tiny_llama()
     model.generation_config.repetition_penalty = 1.7
@@ -399,6 +402,7 @@ def command_line(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_line_has_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

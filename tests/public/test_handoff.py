@@ -180,6 +180,7 @@ def pages_held(process: Any) -> int:
         pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow]),
     ],
 )
+@pytest.mark.cases(1)
 def test_between_two_processes_that_hang_and_die(
     transport: str, pair: tuple[SpeculativeModel, SpeculativeModel], start_python: Any
 ) -> None:

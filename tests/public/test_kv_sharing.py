@@ -73,6 +73,7 @@ def right(model: PreTrainedModel) -> list[list[int]]:
         for k, backend in enumerate(("torch", "flex"))
     ],
 )
+@pytest.mark.thorough
 def test_tokens_are_the_models_own(kind: str, drafts: int, backend: str) -> None:
     model = sharing(kind)
     expected = right(model)
@@ -90,6 +91,7 @@ def test_the_configuration_of_layers_that_differ_is_left_to_the_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cases(1)
 def test_a_sharing_layer_caches_what_it_attends_to(kind: str) -> None:
     model = sharing(kind)
     wrapped = wrap(model, hybrid_kv_cache=False)

@@ -71,6 +71,7 @@ def last_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.cases(1)
 def test_drafts_are_those_of_the_oracle(name: str) -> None:
     """The vocabulary is twice the width, so that logits in place of states would be as many numbers."""
     model = MODELS[name]()

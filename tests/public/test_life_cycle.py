@@ -71,6 +71,7 @@ def warm() -> None:
     [eagle3_head, *(pytest.param(make, marks=pytest.mark.long) for make in (table_head, lambda model: None))],
     ids=["eagle3", "table", "no head"],
 )
+@pytest.mark.thorough
 def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any]) -> None:
     target = tiny_llama()
     head = make(target)
@@ -90,6 +91,7 @@ def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_three_models_made_over_one_and_dropped_leave_nothing() -> None:
     target = tiny_llama()
     head = table_head(target)
@@ -162,6 +164,7 @@ def test_a_with_block_closes_and_closing_twice_is_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before memory is freed", "before the model is restored"])
+@pytest.mark.cases(1)
 def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
@@ -181,6 +184,7 @@ def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_modules_of_latent_attention_and_a_prediction_module() -> None:
     with SpeculativeModel.from_pretrained("gsm-deepseek", draft="mtp") as model:
         target = model.hf_model
@@ -304,6 +308,7 @@ def test_closing_inside_a_round_is_refused_and_harms_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_models_over_one_target_work_and_end_apart() -> None:
     target = tiny_llama()
     before = state_of(target)
@@ -382,6 +387,7 @@ def tiny_of(kind: str) -> Any:
         *(pytest.param("qwen3_next", way, marks=pytest.mark.long) for way in ("pickle", "torch.save")),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_wrapped_model_pickles_without_its_engine(kind: str, way: str) -> None:
     """hf_model belongs to the user: what is read back is the plain model, and can be wrapped anew."""
     model = tiny_of(kind)

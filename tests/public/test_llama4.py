@@ -94,6 +94,7 @@ def says_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
         pytest.param(True, 6, 2, id="wrapper-6-2", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_it_is_exact_past_several_chunks_with_and_without_drafts(wrapper: bool, chunk: int, page_size: int) -> None:
     """A verification of six tokens lies in up to three chunks of four; prompts are read in pieces of 24 tokens."""
     model = llama4(wrapper, chunk)

@@ -170,6 +170,7 @@ def episodes(count: int, seed: int) -> tuple[list[tuple[str, str, str]], list[Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_each_ends_the_call_that_it_struck_and_no_other(count: int) -> None:
     found, callers = episodes(count, seed=7)
     assert [entry for entry in found if entry[1] != entry[2]] == [] and len(found) == count
@@ -187,6 +188,7 @@ def test_each_ends_the_call_that_it_struck_and_no_other(count: int) -> None:
         for j, kind in enumerate((TimeoutError, SoftTimeLimitExceeded, Failure))
     ],
 )
+@pytest.mark.cases(1)
 def test_at_load(place: str, kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is built; in the forward of the probe, of the small copy and of the self-test."""
     tiny_llama().save_pretrained(tmp_path)
@@ -215,6 +217,7 @@ def test_at_load(place: str, kind: type[BaseException], tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.cases(1)
 def test_a_fault_that_comes_again_ends_the_requests_of_its_round(threads: int) -> None:
     """And is run a second time, not without end."""
     model, failed = model_with(max_num_batched_tokens=24), []

@@ -82,6 +82,7 @@ def test_preemption_changes_no_round(make_head: Any, drafts: int, temperature: f
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_without_a_head() -> None:
     target = tiny_llama()
     alone, together = (load(target, None, **options) for options in (ROOMY, TIGHT))
@@ -89,6 +90,7 @@ def test_without_a_head() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_each_request_with_a_k_of_its_own() -> None:
     """Neighbours with other K, greedy ones beside sampled ones, some that stop, some at the model's length limit."""
     target = tiny_llama()
@@ -127,6 +129,7 @@ def test_what_a_seed_does_not_fix() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_limit_changes_the_end_only() -> None:
     """Near its limit a request drafts less, so a longer one's tokens are the same but for the last rounds'."""
     target = tiny_llama()
@@ -139,6 +142,7 @@ def test_a_limit_changes_the_end_only() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_multi_token_prediction_module() -> None:
     roomy, tight = (dict(options, max_model_len=80) for options in (ROOMY, TIGHT))
     tight["kv_cache_tokens"] = 100

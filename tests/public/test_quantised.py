@@ -64,6 +64,7 @@ def ours(wrapped: Any) -> list[list[int]]:
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in ("compressed-tensors fp8", EXACT[-1]) else n for n in EXACT],
 )
+@pytest.mark.cases(1)
 def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> None:
     folder = checkpoint(folders, name)
     model = own_model(folder)
@@ -93,6 +94,7 @@ def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> N
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n not in ("torchao int8", *DEQUANTISED[:1]))) for n in EXACT]
 )
+@pytest.mark.cases(1)
 def test_half_precision(name: str, folders: dict[str, Path]) -> None:
     """What is not quantised is in the dtype asked for, and logits come in it, near those of the same model in float32,
     whose best each token is, or nearly."""
@@ -171,6 +173,7 @@ def test_bytes_are_those_of_the_file(name: str, folders: dict[str, Path]) -> Non
         "bitsandbytes LLM.int8": r"llm_int8_threshold=6; load the model with llm_int8_threshold=0\.0",
     }.items(),
 )
+@pytest.mark.cases(1)
 def test_results_that_depend_on_the_batch_are_refused(name: str, words: str, folders: dict[str, Path]) -> None:
     folder = checkpoint(folders, name)
     for dtype in ("float32", "bfloat16"):

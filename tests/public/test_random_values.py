@@ -297,6 +297,7 @@ SHARES: dict[str, tuple[Call, float]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.cases(1)
 def test_random_values_are_served_or_refused_by_name(kind: str) -> None:
     make, part = SHARES[kind]
     counts: Counter[str] = Counter()

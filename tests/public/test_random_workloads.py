@@ -189,6 +189,7 @@ def closing() -> Iterator[ExitStack]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEED, SEED + EPISODES))
+@pytest.mark.cases(1)
 def test_each_request_lives_as_it_does_alone(seed: int, closing: ExitStack) -> None:
     rng = random.Random(seed)
     workload = Workload(rng, closing)

@@ -33,6 +33,7 @@ def here(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", range(len(blocks("python"))))
+@pytest.mark.cases(1)
 def test_examples_run(place: int, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     try:
@@ -52,6 +53,7 @@ def commands() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
+@pytest.mark.cases(1)
 def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q.jsonl").write_text('{"id": 7, "prompt": "What is 3 + 4?"}\n', "utf-8")

@@ -181,6 +181,7 @@ def test_a_pad_id_is_a_token_where_it_is_one(model: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tensors_and_arrays_are_prompts(model: Any) -> None:
     equal = [PROMPTS[0], PROMPTS[1][:4]]
     right = [hf_greedy(p, NEW) for p in equal]
@@ -263,6 +264,7 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_PROMPTS)
+@pytest.mark.cases(1)
 def test_a_bad_prompt_is_refused_before_anything_starts(kind: str, model: Any) -> None:
     make, message = BAD_PROMPTS[kind]
     rounds = model.engine_stats.rounds
@@ -312,6 +314,7 @@ def test_greedy_decoding_has_one_completion() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_built_in_model_as_an_object_finds_its_head() -> None:
     named = SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_num_seqs=2)
     folder = named.hf_model.name_or_path

@@ -104,6 +104,7 @@ def wrapped(request: pytest.FixtureRequest) -> tuple[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_a_stop_string_ends_where_the_definition_says_whatever_k_is(wrapped: tuple[str, Any]) -> None:
     name, model = wrapped
     drawn = SamplingParams(max_new_tokens=NEW, temperature=1.5, num_speculative_tokens=0)
@@ -125,6 +126,7 @@ def test_a_stop_string_ends_where_the_definition_says_whatever_k_is(wrapped: tup
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_a_stream_is_the_text_of_its_completion(wrapped: tuple[str, Any]) -> None:
     name, model = wrapped
     for seed in range(6):

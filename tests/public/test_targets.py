@@ -165,6 +165,7 @@ def check_exact(model: PreTrainedModel, alone: Any = generates_alone) -> None:
     "kind",
     [n if n in ("gemma3_text", "gpt_oss", "deepseek_v2") else pytest.param(n, marks=pytest.mark.slow) for n in EXACT],
 )
+@pytest.mark.cases(1)
 def test_a_supported_family_is_exact_past_its_thresholds(kind: str) -> None:
     check_exact(build(kind, EXACT[kind]))
 
@@ -184,6 +185,7 @@ def test_a_model_without_logits_to_keep_is_exact(kind: str) -> None:
         for j, dtype in enumerate((torch.float32, torch.bfloat16))
     ],
 )
+@pytest.mark.cases(1)
 def test_a_family_that_would_be_wrong_past_a_threshold_is_refused_by_name(kind: str, dtype: torch.dtype) -> None:
     options, reason = WRONG[kind]
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -201,6 +203,7 @@ def test_a_threshold_that_no_request_reaches_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("kind", OLD_DECODERS)
+@pytest.mark.cases(1)
 def test_half_precision_does_not_hide_ignored_positions(kind: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **OLD_DECODERS[kind])).eval()
@@ -291,6 +294,7 @@ def planted(kind: type[LlamaForCausalLM], **options: Any) -> PreTrainedModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NoSelection, Strict])
+@pytest.mark.cases(1)
 def test_rows_are_right_when_a_forward_selects_none(kind: type[LlamaForCausalLM]) -> None:
     check_exact(planted(kind), says_alone)
 
@@ -306,6 +310,7 @@ def test_rows_are_right_when_a_forward_selects_none(kind: type[LlamaForCausalLM]
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.cases(1)
 def test_a_planted_defect_is_refused(
     kind: type[LlamaForCausalLM], options: dict[str, Any], reason: str, dtype: torch.dtype
 ) -> None:
@@ -330,6 +335,7 @@ def test_a_model_without_a_twin_is_tested_itself_and_says_what_was_not() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.cases(1)
 def test_a_softcap_that_the_models_own_attention_leaves_out_is_named(own: str) -> None:
     """transformers 5.17 takes sdpa for Gemma 2 unless told otherwise; its tokens are not those with the softcap."""
     config = Gemma2Config(**TINY, query_pre_attn_scalar=1, attn_logit_softcapping=0.05, attn_implementation="eager")

@@ -105,6 +105,7 @@ def test_requests_of_threads_share_rounds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "requests"), [("tiny", 9), pytest.param("built_in", 10, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_a_short_soak(kind: str, requests: int) -> None:
     """The driver of soak_threads.py: requests of all kinds, cancels and faults from 8 threads."""
     soak = getattr(soak_threads, kind)()
@@ -139,6 +140,7 @@ def test_from_asyncio() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_generate_while_iterating_a_stream_on_many_threads() -> None:
     model = model_with(max_num_seqs=6, max_num_batched_tokens=32)
 
@@ -333,6 +335,7 @@ def test_a_round_that_fails_ends_what_was_in_it_and_no_more() -> None:
         for options in ({}, {"num_speculative_tokens": 0}, {"kv_cache_tokens": 104})
     ],
 )
+@pytest.mark.cases(1)
 def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options: dict[str, int]) -> None:
     tokenizer = Hooked()
     model = model_with(tokenizer, max_num_batched_tokens=24, **options)
@@ -417,6 +420,7 @@ def test_interrupts_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_models_over_one_target_and_its_own_generate_on_other_threads() -> None:
     """A forward of a round and another one through the same modules must not meet: masks, caches, aux hidden states."""
     target = tiny_llama()
@@ -470,6 +474,7 @@ def test_an_interrupted_forward_of_the_users_own_does_not_block_the_rounds() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_facts_and_counters_may_be_read_while_rounds_run() -> None:
     model = model_with()
     going = threading.Event()
@@ -495,6 +500,7 @@ def test_facts_and_counters_may_be_read_while_rounds_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rounds_are_the_same_whoever_runs_them() -> None:
     """Autocast belongs to a thread: a caller's must not reach its neighbours' tokens."""
     model = model_with()
@@ -572,6 +578,7 @@ class Beside:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_who_wants_the_engine_waits_for_a_round_and_not_for_the_requests_of_others(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -618,6 +625,7 @@ def test_who_was_interrupted_in_the_line_is_waited_for_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("visitors", "seconds"), [(12, 0.0), (2, 0.005)])
+@pytest.mark.cases(1)
 def test_visitors_who_come_again_and_again_stop_no_rounds(visitors: int, seconds: float) -> None:
     """Short ones, and ones that let other threads run while they have the engine."""
     model, done = model_with(max_num_seqs=8, max_num_batched_tokens=64), threading.Event()

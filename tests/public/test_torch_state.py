@@ -72,6 +72,7 @@ def seen() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("state", STATES)
+@pytest.mark.cases(1)
 def test_a_model_is_loaded_tested_and_asked_as_without(state: str) -> None:
     model, head = tiny_llama(), table_head(tiny_llama())
     logits = wrap(tiny_llama()).own_logits(PROMPT)
@@ -88,6 +89,7 @@ def test_a_model_is_loaded_tested_and_asked_as_without(state: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["autocast", "set_default_device"])
+@pytest.mark.cases(1)
 def test_a_model_by_name_and_its_head(state: str) -> None:
     with STATES[state]():
         model = SpeculativeModel.from_pretrained("gsm-llama", "auto", device="cpu")

@@ -159,6 +159,7 @@ def results(folder: Path) -> list[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_other_data_in_a_used_folder_is_refused(bench: Bench, expected: bytes) -> None:
     assert bench.train().code == 0 and bench.head() == expected
     other = questions(bench.folder / "other.jsonl", [text.replace("apples", "pears") for text in QUESTIONS])
@@ -390,6 +391,7 @@ def test_a_run_killed_while_writing_anything_ends_with_the_same_head(bench: Benc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["half", *(pytest.param(c, marks=pytest.mark.long) for c in ("[]", ""))])
+@pytest.mark.thorough
 def test_a_damaged_file_is_named_or_made_up_for(bench: Bench, content: str, expected: bytes) -> None:
     """Every file of a finished run in turn: the same head again, or an error; never a traceback, never another head."""
     assert bench.train(checkpoint_every=2).code == 0
@@ -481,6 +483,7 @@ def test_a_full_disk_is_named_and_costs_nothing(bench: Bench, size: int, expecte
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_full_disk_leaves_the_last_checkpoint(bench: Bench, expected: bytes) -> None:
     with another_process(bench.command(checkpoint_every=2), lambda: killed_after_a_checkpoint(bench.output)) as pid:
         assert ended(pid) == -signal.SIGKILL
@@ -514,6 +517,7 @@ def test_the_interval_of_checkpoints_is_free(bench: Bench, expected: bytes) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_modules_are_trained_under_the_same_rules(deepseek: Path, tmp_path: Path) -> None:
     data = questions(tmp_path / "questions.jsonl", [f"Anna has {n} apples and buys 8. How many?" for n in range(6)])
     sizes = "--steps 2 --batch-size 2 --held-out 2 --max-new-tokens 12 --ttt-steps 2 --device cpu --max-num-seqs 6"
@@ -531,6 +535,7 @@ def test_modules_are_trained_under_the_same_rules(deepseek: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_exported_module_says_the_dtype_that_it_has(deepseek: Path, tmp_path: Path) -> None:
     """A module is trained in float32, also for a target in another dtype."""
     data = questions(tmp_path / "questions.jsonl", [f"Anna has {n} apples and buys 8. How many?" for n in range(4)])

@@ -68,6 +68,7 @@ def types() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", types())
+@pytest.mark.cases(1)
 def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
     """Without drafts, and with some right and some wrong ones; three prompts at once, read in chunks, and one alone."""
     wrapper = write(name, tmp_path)
@@ -86,6 +87,7 @@ def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_prompts_of_a_wrapper_are_read_again_after_preemption(tmp_path: Path) -> None:
     """With a cache for less than three requests, a request is preempted and its text is what it is alone."""
     wrapper = write("qwen3_vl", tmp_path)
@@ -158,6 +160,7 @@ def test_the_vision_tower_is_loaded_and_never_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+@pytest.mark.cases(1)
 def test_hidden_states_for_heads_are_those_of_the_language_model(name: str) -> None:
     """Inputs of layers for EAGLE-3 heads, and the final norm's output for multi-token-prediction modules."""
     wrapper = copy.deepcopy(model_of(name))
@@ -190,6 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[SpecdecError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.cases(1)
 def test_what_is_no_language_model_over_text_is_refused_by_name(name: str, tmp_path: Path) -> None:
     options, kind, reason = REFUSED[name]
     config = tiny_config(name) if name in WRAPPERS else AutoConfig.for_model(name, **options)

@@ -96,6 +96,7 @@ def freed_pages(wrapped: Any) -> int:
         ("llama4_text", False),
     ],
 )
+@pytest.mark.cases(1)
 def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool) -> None:
     model = mixed(kind)
     wrapped = wrap(model, table_head(model), **SIZES)
@@ -126,6 +127,7 @@ def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool)
         pytest.param(3, "HND", "llama4_text", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_other_pages_and_preemption(page_size: int, layout: str, kind: str) -> None:
     """A cache in which two rows of three must wait, in every order of a page."""
     model = mixed(kind)
@@ -138,6 +140,7 @@ def test_other_pages_and_preemption(page_size: int, layout: str, kind: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3_text", "llama4_text"])
+@pytest.mark.thorough
 def test_rows_are_preempted_for_pages_of_the_windowed_group(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool of 21 pages, of which four rows that decode need up to 28, in chunks more."""
     monkeypatch.setattr(Rows, "tokens", lambda *args: 84)
@@ -152,6 +155,7 @@ def test_rows_are_preempted_for_pages_of_the_windowed_group(kind: str, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gemma3_text", marks=pytest.mark.long), "llama4_text"])
+@pytest.mark.thorough
 def test_without_a_head(kind: str) -> None:
     model = mixed(kind)
     sizes = SIZES | {"num_speculative_tokens": 0}

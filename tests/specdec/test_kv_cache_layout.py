@@ -37,6 +37,7 @@ def page_shapes(wrapped: SpeculativeModel) -> list[tuple[int, ...]]:
     ("layout", "page_size"),
     [("HND", 4), ("NHD", 1), *(pytest.param(*other, marks=pytest.mark.long) for other in (("NHD", 4), ("HND", 1)))],
 )
+@pytest.mark.cases(1)
 def test_tokens_and_drafts_are_the_oracles(layout: str, page_size: int) -> None:
     """Prompts in chunks of at most 24 tokens, four requests on three rows. D is 16, with 2 KV heads."""
     head = eagle3_head(tiny_llama())
@@ -65,6 +66,7 @@ def in_chunks(**options: Any) -> SpeculativeModel:
 @pytest.mark.parametrize(
     "build", [pytest.param(fp8, marks=pytest.mark.slow), mla, pytest.param(in_chunks, marks=pytest.mark.slow)]
 )
+@pytest.mark.thorough
 def test_other_caches_and_variants_answer_alike_in_both(build: Callable[..., SpeculativeModel]) -> None:
     """8 bits, MLA (one head for all) and local attention."""
     plain, by_head = (build(kv_cache_layout=layout) for layout in ("NHD", "HND"))

@@ -20,6 +20,7 @@ PROMPTS, NEW = random_prompts([18, 3]), 6
     "name",
     ["qwen3_next", "jamba", *(pytest.param(n, marks=pytest.mark.long) for n in ("kimi_linear", "mamba2", "lfm2"))],
 )
+@pytest.mark.cases(1)
 def test_the_kernels_serve_a_target(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels are tested on it: tests/gpu/test_recurrent_targets.py")

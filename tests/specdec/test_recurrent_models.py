@@ -97,6 +97,7 @@ def test_batch_invariance_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_cache_in_8_bits_is_refused_where_there_is_none_and_changes_nothing_between_drafts_and_none() -> None:
     with pytest.raises(InvalidInputError, match=r"kv_cache_dtype='fp8': no layer of Mamba2ForCausalLM attends"):
         wrap(tiny_hybrid("mamba2"), max_model_len=64, kv_cache_dtype="fp8")
@@ -142,6 +143,7 @@ def test_the_users_model_is_what_it_was() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
     """The functions of a modeling file are replaced for the threads in forwards of ours only."""
     engines, model = [recalling("qwen3_next") for _ in range(2)], tiny_hybrid("qwen3_next")
@@ -167,6 +169,7 @@ def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.cases(1)
 def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_originals(
     after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +279,7 @@ def test_a_layer_called_alone_on_another_thread_is_served_by_the_originals(name:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_over_one_model_close_in_any_order() -> None:
     model = tiny_hybrid("falcon_h1")
     first, second = (recalling("falcon_h1", model, num_speculative_tokens=k) for k in (3, 2))
@@ -287,6 +291,7 @@ def test_two_over_one_model_close_in_any_order() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_streams_dropped_midway_leave_their_slots_as_good_as_new() -> None:
     wrapped = recalling("mamba2", max_num_seqs=2)
     for count in (1, 2, 4):
@@ -299,6 +304,7 @@ def test_streams_dropped_midway_leave_their_slots_as_good_as_new() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_new_weights_in_place_are_used() -> None:
     model = tiny_hybrid("qwen3_next")
     wrapped = recalling("qwen3_next", model)
@@ -319,6 +325,7 @@ def test_new_weights_in_place_are_used() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif("lfm3" not in TYPES, reason="no lfm3 in this transformers")
 @pytest.mark.parametrize("kind", ["sliding_attention", pytest.param("full_attention", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_windows_beside_recurrent_layers_say_the_same_with_their_pages_freed_and_kept(kind: str) -> None:
     torch.manual_seed(0)
     layers = ["conv", "sliding_attention", "conv", kind]
@@ -355,6 +362,7 @@ def test_mamba2s_least_step_holds_for_every_token() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_long_prompts_say_the_same_in_chunks_of_every_size(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, max_position_embeddings=4096)).eval()

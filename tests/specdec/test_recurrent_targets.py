@@ -57,6 +57,7 @@ def texts(completions: Any, prompts: Any) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n not in CROWDED)) for n in TYPES])
+@pytest.mark.thorough
 def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) -> None:
     wrapped = served(name, prompts=CROWD, max_num_batched_tokens=12, kv_cache_tokens=84)
     params = [SamplingParams(NEW, num_speculative_tokens=k) for k in (None, 0, 2, 1, None)]
@@ -68,6 +69,7 @@ def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) ->
 
 
 @pytest.mark.parametrize(("name", "setting"), settings())
+@pytest.mark.cases(1)
 def test_every_setting_says_what_transformers_says(name: str, setting: str) -> None:
     wrapped = served(name, **SETTINGS[setting])
     assert str(wrapped.twin) == "exact"
@@ -93,6 +95,7 @@ def test_a_sampled_request_says_the_same_alone_and_in_a_batch(name: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PURE)
+@pytest.mark.cases(1)
 def test_a_model_without_attention_has_no_cache(name: str) -> None:
     wrapped = served(name, drafts=0)
     facts = wrapped.describe()

@@ -95,6 +95,7 @@ def toy() -> Iterator[type[ToyBackend]]:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_its_tokens_are_the_models_own(toy: Any, drafts: int) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model) if drafts else None, backend="toy", num_speculative_tokens=drafts)

@@ -35,6 +35,7 @@ def folder_of_fp8(folder: Path) -> tuple[Any, Any]:
     [(lambda _: (tiny_llama(), Long()), "has 100000 tokens"), (folder_of_fp8, "runs on a CPU")],
     ids=["a tokenizer", "FP8 on a CPU"],
 )
+@pytest.mark.cases(1)
 def test_warnings_point_at_the_users_line(make: Any, words: str, tmp_path: Path) -> None:
     target, tokenizer = make(tmp_path)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "page_size": 4, "kv_cache_tokens": 200}
@@ -54,6 +55,7 @@ def test_a_package_that_adds_commands_is_not_the_user() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_all_warnings_go_that_way() -> None:
     """Nothing of ours counts frames by hand."""
     by_hand = [

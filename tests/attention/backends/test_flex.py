@@ -41,6 +41,7 @@ def attended(rig: Rig, backend: FlexBackend) -> float:
         ("HND", 0.1, SLOPES),
     ],
 )
+@pytest.mark.thorough
 def test_all_batches_of_a_tile_size_share_one_compilation(layout: Any, scale: float, alibi: Any) -> None:
     """Traced by torch's compiler, and run operator by operator: sizes are variables from the first call on."""
     counter = CompileCounter()
@@ -161,6 +162,7 @@ def test_what_it_is() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_rounds_give_the_models_own_tokens(drafts: int) -> None:
     prompts = random_prompts((5, 33, 1))
     with backend_of_ours(FlexBackend(CPU)):

@@ -58,6 +58,7 @@ def attended(kind: str, free: bool) -> tuple[torch.Tensor, np.ndarray]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.cases(1)
 def test_lists_near_the_window_give_the_bits_of_whole_rows(kind: str) -> None:
     out, pages = attended(kind, True)
     assert len(pages) == 14 + 11 + 17, "from tokens 384, 384 and 256 on"

@@ -29,6 +29,7 @@ def tables(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["plain", "shared", *REACHES])
 @settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
+@pytest.mark.cases(1)
 def test_any_sequence_keeps_every_page_owned_once(kind: str, data: st.DataObject) -> None:
     """Rows grow, leave and come; tables are made anew with what is detached."""
     pool, lens = tables(kind), {}

@@ -21,6 +21,7 @@ from tests.attention.kernels.test_packed_kernel import KEY, QUERY_LEN, check, la
 
 
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.cases(1)
 def test_shared_pages_are_attended_once(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rows that share them, not the first; a prefix that ends inside a tile, in a part or several, of which the
     last may have nothing; then their own keys."""

@@ -124,6 +124,7 @@ def classes_by_hand(table: np.ndarray, computed: np.ndarray, page_size: int) -> 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(tables())
+@pytest.mark.thorough
 def test_every_class_of_equal_leading_pages_is_found_the_best_first(case: tuple[np.ndarray, np.ndarray, int]) -> None:
     right = classes_by_hand(*case)
     found = list(shared_prefixes(*case))

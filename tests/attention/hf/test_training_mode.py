@@ -72,6 +72,7 @@ def test_classes_of_others_count() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, opt, tiny_llama])
+@pytest.mark.cases(1)
 def test_answers_are_those_of_evaluation_mode(make: Any) -> None:
     """Also with gradient checkpointing; the model is in training mode afterwards, and its dropout works."""
     model = make()

@@ -78,6 +78,7 @@ def said(*arguments: object) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [(80, 80, "*fp8e4nv"), (192, 128, "*bf16"), FURTHER])
+@pytest.mark.cases(1)
 def test_attention_and_cache_write(dims: tuple[int, int, str]) -> None:
     assert said(*dims) == ["True", "True"]
 

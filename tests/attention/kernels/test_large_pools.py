@@ -123,6 +123,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kernel", ["packed", "invariant"])
+@pytest.mark.cases(1)
 def test_attention(kernel: str, layout: KVLayout, in_parts: None) -> None:
     assert error(kernel, layout) <= 4e-3
 

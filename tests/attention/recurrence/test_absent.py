@@ -71,6 +71,7 @@ def right(pair: str) -> list[list[int]]:
         ("long rope", "gsm-llama"),
     ],
 )
+@pytest.mark.thorough
 def test_a_process_without_a_wing_says_the_same(wing: str, pair: str, run_python: Any) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = run_python(CODE, json.dumps([WINGS[wing], pair, PROMPTS]), env=environment)

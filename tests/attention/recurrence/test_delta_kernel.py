@@ -61,6 +61,7 @@ def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -
         ((2, 2), (24, 12), False, None),  # no powers of two, as OLMo hybrid's heads
     ],
 )
+@pytest.mark.cases(1)
 def test_a_round(
     heads: tuple[int, int],
     dims: tuple[int, int],
@@ -80,6 +81,7 @@ def test_a_round(
     ("dims", "block_dv", "grouped"),
     [((16, 40), 16, False), ((24, 12), 16, True), pytest.param((32, 32), 32, True, marks=pytest.mark.long)],
 )
+@pytest.mark.cases(1)
 def test_a_round_of_the_token_kernel_and_of_other_tilings(
     dims: tuple[int, int], block_dv: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_round_of_the_token_kernel_and_of_other_tilings(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vector", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.thorough
 def test_which_kernel_serves_which_rows(vector: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tokens of a row, with and without the replayed ones; every row by one kernel, and as the rule says."""
     lengths = [(9, 1, 12, 7, 1), (10, 2, 12, 7, 1), (16, 3, 4, 0, 16), (17, 4, 0, 0, 17), (3, 5, 5, 2, 1)]
@@ -148,6 +151,7 @@ def test_inverse_of_one_chunk(kind: str, count: int) -> None:
         *(pytest.param(dtype, 200, marks=pytest.mark.long) for dtype in (torch.float32, torch.float16)),
     ],
 )
+@pytest.mark.thorough
 def test_many_rounds(dtype: torch.dtype, rounds: int) -> None:
     """Many rounds of gates near 0, keys that repeat, accepted drafts replayed and others rejected: the state stays
     within float32 of the rule's in float64, and every output with it."""
@@ -171,6 +175,7 @@ def test_many_rounds(dtype: torch.dtype, rounds: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_half_precision() -> None:
     torch.manual_seed(1)
     case = delta_case(TOKENS, (2, 4), (16, 8), False, torch.float16)
@@ -205,6 +210,7 @@ def test_keys_of_zeros_change_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_chunk", [False, True])
+@pytest.mark.cases(1)
 def test_rounds_follow_each_other(one_chunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence in rounds with drafts, of which some are accepted, has the outputs and the state of one long launch:
     to the bit where tokens are read one after the other, within float32 where a round is one chunk."""
@@ -246,6 +252,7 @@ def test_rounds_follow_each_other(one_chunk: bool, monkeypatch: pytest.MonkeyPat
     ],
     ids=["scalar gate", "vector gate", "half"],
 )
+@pytest.mark.cases(1)
 def test_long_rows_and_short(heads: tuple[int, int], dims: tuple[int, int], vector: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     case = delta_case(sum(row[0] for row in LONG) + 2, heads, dims, vector, dtype, ring_size=LONG_RING)

@@ -35,6 +35,7 @@ from tests.attention.recurrence.token_by_token import StateRows
     ],
     ids=["groups", "odd sizes", "half"],
 )
+@pytest.mark.cases(1)
 def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, has_d: bool) -> None:
     torch.manual_seed(0)
     case = ssd_case(TOKENS, heads, dims, dtype)
@@ -48,6 +49,7 @@ def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtyp
     [((1, 2), (24, 70), torch.float32, True), ((2, 2), (16, 16), torch.float16, False)],
     ids=["odd sizes", "half"],
 )
+@pytest.mark.cases(1)
 def test_mamba2_long_rows_and_short(
     heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, has_d: bool
 ) -> None:

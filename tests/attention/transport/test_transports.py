@@ -260,6 +260,7 @@ def reader_of(kind: str, table: EngineTable, dim: int = DIM, pages: int = PAGES)
 
 
 @pytest.mark.parametrize("kind", BETWEEN)
+@pytest.mark.cases(1)
 def test_between_two_processes_until_one_is_killed(kind: str) -> None:
     with child(kind) as (process, table):
         transport, bounds, own = reader_of(kind, table)
@@ -280,6 +281,7 @@ def test_between_two_processes_until_one_is_killed(kind: str) -> None:
     ("name", "error"),
     [pytest.param("SIGKILL", TransferError, marks=pytest.mark.slow), ("SIGSTOP", TransferTimeoutError)],
 )
+@pytest.mark.cases(1)
 def test_a_source_that_dies_or_hangs_halfway(name: str, error: type[Exception], start_python: Any) -> None:
     """What it had sent is garbage, and nothing more is written after the error."""
     defect = DIES_HALFWAY.format(signal=f"signal.{name}")

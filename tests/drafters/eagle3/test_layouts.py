@@ -78,6 +78,7 @@ def compared(layout: Layout, model: Any, prompt: list[int], completion: Any, sai
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_drafts_and_logits_are_those_by_hand(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]()
     rounds, accepted = engine_rounds(layout, layout.write(tmp_path))

@@ -42,6 +42,7 @@ def knowing_head(model: Any) -> Any:
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.long)])
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_drafts_after_accepted_ones(name: str, drafts: int, tiny_case: Callable[..., Any]) -> None:
     model = tiny_case(name, context=0.02).model
     wrapped = wrap(

@@ -75,6 +75,7 @@ def test_the_logits_are_the_packages(folder: Path, target: LlamaForCausalLM) -> 
         ("biases", {"rms_norm_eps": 1e-2}),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_head_that_is_read_otherwise_says_something_else(
     name: str, wrong: dict[str, Any], target: LlamaForCausalLM
 ) -> None:
@@ -115,6 +116,7 @@ def drafted(target: LlamaForCausalLM, folder: Path, head: str = "", **options: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.cases(1)
 def test_the_engine_drafts_what_the_package_drafts_in_every_round(name: str, target: LlamaForCausalLM) -> None:
     folder = FILES / "written" / name
     found, right = drafted(target, folder), right_drafts(folder)

@@ -92,6 +92,7 @@ def test_shared_texts_are_the_last_ones_and_bounded(texts: list[list[int]], aske
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_time_and_memory_of_a_token_do_not_grow_with_the_text() -> None:
     """Two texts of 100,000 tokens: one in which a match is found at every token, and one of few."""
     for vocab in (7, 4000):

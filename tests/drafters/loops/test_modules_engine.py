@@ -76,6 +76,7 @@ def rounds(
     ],
 )
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_tokens_and_drafts(
     name: str, modules: int, drafts: int, options: dict[str, int], make: Callable[..., SpeculativeModel]
 ) -> None:
@@ -112,6 +113,7 @@ SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5,
     ids=["two", "three", "both shorter than the modules are many", "chunks shorter", "pages shorter"],
 )
 @torch.inference_mode()
+@pytest.mark.thorough
 def test_drafts_on_pages_of_other_requests(
     modules: int, options: dict[str, int], make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_drafts_on_pages_of_other_requests(
 
 @pytest.mark.slow
 @torch.inference_mode()
+@pytest.mark.thorough
 def test_a_request_must_not_carry_anothers_vector(
     make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,7 @@ def test_modules_that_no_draft_comes_from_are_not_run(make: Callable[..., Specul
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
     params = [SamplingParams(max_new_tokens=8, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]

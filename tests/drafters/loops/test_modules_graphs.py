@@ -96,6 +96,7 @@ LONG_PAIRS = [("mimo", 2, 1, 1), ("mimo", 3, 5, 4), ("ernie", 4, 3, 1)]
     ("name", "modules", "drafts", "page_size"),
     [("mimo", 2, 3, 4), *PAIRS, *(long(*pair) for pair in LONG_PAIRS)],
 )
+@pytest.mark.cases(1)
 def test_tokens_and_drafts_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -132,6 +133,7 @@ def test_one_request_at_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "modules"), [("mimo", 3), long("deepseek_v3", 2)])
+@pytest.mark.thorough
 def test_pages_of_other_requests(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -152,6 +154,7 @@ def test_pages_of_other_requests(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts"), [(2, 3), long(3, 5)])
+@pytest.mark.thorough
 def test_a_latent_mixture(graphs_on_cpu: list[Replayed], make: Make, modules: int, drafts: int) -> None:  # noqa: F811
     """MLA and experts in target and modules, prompts beside verifications."""
     check(make, "deepseek_v3", modules, PROMPTS, GREEDY, num_speculative_tokens=drafts, **SIZES)
@@ -159,6 +162,7 @@ def test_a_latent_mixture(graphs_on_cpu: list[Replayed], make: Make, modules: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mimo", long("deepseek_v3")])
+@pytest.mark.thorough
 def test_pages_that_lie_head_by_head(graphs_on_cpu: list[Replayed], make: Make, name: str) -> None:  # noqa: F811
     graphed = check(make, name, 2, PROMPTS[:4], GREEDY, num_speculative_tokens=3, kv_cache_layout="HND", **SIZES)
     assert {layer.layout for runner in graphed.runners for layer in runner.layers} == {"HND"}
@@ -167,6 +171,7 @@ def test_pages_that_lie_head_by_head(graphs_on_cpu: list[Replayed], make: Make, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts", "temperature"), [long(2, 4, 0.0), long(4, 4, 0.0), (3, 4, 0.9)])
+@pytest.mark.thorough
 def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -197,6 +202,7 @@ def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts"), [(2, 4), long(3, 5)])
+@pytest.mark.thorough
 def test_prompts_of_one_token(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -210,6 +216,7 @@ def test_prompts_of_one_token(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_captured_while_requests_run_leaves_what_they_carry(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -228,6 +235,7 @@ def test_what_is_captured_while_requests_run_leaves_what_they_carry(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_modules_are_traced_without_a_break(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -256,6 +264,7 @@ def test_modules_are_traced_without_a_break(
 @pytest.mark.parametrize(
     ("drawn", "planted"), [("probabilistic", False), long("probabilistic", True), long("greedy", True)]
 )
+@pytest.mark.thorough
 def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -366,6 +375,7 @@ def drafts_with(build: Make, modules: int = 3) -> list[tuple[Any, Any]]:
     "name",
     [name if name in SHOWN else long(name) for name in PLANTED],
 )
+@pytest.mark.thorough
 def test_a_planted_defect_shows_in_the_drafts(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811

@@ -64,6 +64,7 @@ def test_drafts_from_graphs(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5"])
 @torch.inference_mode()
+@pytest.mark.thorough
 def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     """Of any number of rows, experts and rotary positions of three sections included."""
     case, traced = tiny_case(name), list[Any]()
@@ -89,6 +90,7 @@ def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], 
 
 @pytest.mark.slow
 @torch.inference_mode()
+@pytest.mark.thorough
 def test_two_modules_of_two_blocks_in_turn(make: Callable[..., SpeculativeModel]) -> None:  # noqa: F811
     """Tokens are the target's, drafts those of modules that recompute everything."""
     wrapped = make("nemotron_h", 2, num_speculative_tokens=3, max_num_batched_tokens=16)

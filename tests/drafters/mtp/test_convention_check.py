@@ -75,6 +75,7 @@ def open_mtp(target: str | Path, **options: Any) -> SpeculativeModel:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
     found = compare_conventions(pair[1].mtp_modules, *text, 3)
     assert [(c.option, c.other) for c in found] == [("mtp_concat", "hidden_first"), ("mtp_feedback", "pre_norm")]
@@ -90,6 +91,7 @@ def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
         ({"feedback": "pre_norm"}, "Give mtp_feedback='post_norm'"),
     ],
 )
+@pytest.mark.cases(1)
 def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     (head,) = load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")
     check_convention(head.mtp_modules, *text, 3)
@@ -102,6 +104,7 @@ def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, me
 @pytest.mark.parametrize(
     ("changes", "message"), [({"hidden_first": True}, "embedding_first"), ({"feedback": "pre_norm"}, "post_norm")]
 )
+@pytest.mark.cases(1)
 def test_wrong_conventions_of_several_modules_are_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     """Three copies of the trained module: each reads its predecessor's state, as modules trained together do."""
     heads = [load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")[0] for _ in range(3)]
@@ -113,6 +116,7 @@ def test_wrong_conventions_of_several_modules_are_refused(pair: Any, text: Any, 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_checkpoint_of_the_other_order_is_refused_and_can_be_loaded_by_naming_it(tmp_path: Path) -> None:
     folder = copy_with(tmp_path / "swapped", swap_halves)
     with pytest.raises(HeadLoadError, match=r"Give mtp_concat='hidden_first'"):
@@ -126,6 +130,7 @@ def test_a_checkpoint_of_the_other_order_is_refused_and_can_be_loaded_by_naming_
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_wrong_recycle_norm_is_refused_where_drafts_are_fed_back() -> None:
     with pytest.raises(HeadLoadError, match=r"Give mtp_feedback='post_norm'"):
         open_mtp("gsm-deepseek", mtp_feedback="pre_norm", num_speculative_tokens=2)
@@ -149,6 +154,7 @@ def test_the_command_line_passes_the_convention_on() -> None:
         for j, std in enumerate((0.02, 0.5, 1.5))
     ],
 )
+@pytest.mark.cases(1)
 def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case(name, context=0.2)
     (head,) = load_mtp(case.write(tmp_path), mtp_target(case.model), torch.float32, "cpu")
@@ -182,6 +188,7 @@ def train_together(model: Any, head: MtpHead) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_family_that_reads_the_hidden_state_first(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     """MiMo's order is believed and its opposite refused; so neither order is preferred."""
     case = tiny_case("mimo")

@@ -77,6 +77,7 @@ def test_the_convention_is_judged_on_the_whole_vocabulary(make: Make) -> None:  
 
 @pytest.mark.parametrize("name", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 @torch.inference_mode()
+@pytest.mark.cases(1)
 def test_drafts_equal_the_oracles(name: str, make: Make) -> None:  # noqa: F811
     model, head = make(name)
     head.draft_on(SOME)
@@ -102,6 +103,7 @@ def compared_of(wrapped: Any) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_drawn_drafts_of_one_module_are_the_oracles(execution: dict[str, Any], make: Make) -> None:  # noqa: F811
     model, head = make("mimo")
     head.draft_on(SOME)
@@ -123,6 +125,7 @@ def several(make_modules: Make, **options: Any) -> Any:  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_drawn_drafts_of_several_modules_are_the_oracles(
     execution: dict[str, Any],  # noqa: F811
     make_modules: Make,  # noqa: F811

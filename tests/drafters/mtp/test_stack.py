@@ -112,6 +112,7 @@ def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[[str, int], 
         for j, rounds in enumerate((ROUNDS, SHORT))
     ],
 )
+@pytest.mark.cases(1)
 def test_rounds_over_the_caches_equal_full_recomputation(
     name: str, modules: int, rounds: Any, make: Callable[[str, int], Rows]
 ) -> None:

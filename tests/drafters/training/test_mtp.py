@@ -103,6 +103,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_module_learns_and_drafts_better(bench: Bench, tmp_path: Path) -> None:
     """The loss falls, each of three drafts is right more often, and so the engine accepts more."""
     before = bench.tau(bench.folder)
@@ -117,6 +118,7 @@ def test_the_module_learns_and_drafts_better(bench: Bench, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("short_evaluations")
 @pytest.mark.parametrize("calls", [pytest.param(4, marks=pytest.mark.long), 11])
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_with_the_same_result(
     calls: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +177,7 @@ def test_what_cannot_be_trained_is_refused(tiny_case: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.usefixtures("short_evaluations")
+@pytest.mark.thorough
 def test_the_command_trains_the_built_in_module(tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [json.dumps({"question": f"Anna has {n} apples and buys 8 more. How many has she now?"}) for n in range(6)]

@@ -127,6 +127,7 @@ def test_a_fresh_head_starts_from_the_targets_rows(target: LlamaForCausalLM, dat
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_head_learns_and_the_oracle_agrees(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
     config = replace(CONFIG, steps=150, held_out_every=1000, checkpoint_every=1000, batch_size=16)
     head = fresh(target, data)

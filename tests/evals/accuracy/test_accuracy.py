@@ -76,6 +76,7 @@ def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
     document = evaluate(model, tmp_path / "run")
     (row,) = document["scores"]
@@ -91,6 +92,7 @@ def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_planted_wrong_rule_drops_the_accuracy(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def accepts_everything(
         drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor
@@ -109,6 +111,7 @@ class Killed(Exception):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = AccuracyPlan(("specdec_arithmetic",), K, limit=3, chat_template=True)
     facts = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model).facts()["main"]
@@ -139,6 +142,7 @@ def test_missing_data_is_named(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
+@pytest.mark.thorough
 def test_gsm8k_reads_local_data_with_its_own_shots(model: Any, tmp_path: Path) -> None:
     """Of a folder with the first questions: test_datasets.py reads them all."""
     folder = tmp_path / "data" / "gsm8k"
@@ -177,6 +181,7 @@ def test_every_option_of_the_model_can_be_given(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_repeats_of_a_sampled_request_differ_and_order_is_kept(model: Any) -> None:
     lm = EngineLM(model, Configuration("x", K), max_gen_toks=24)
     one = request("<|user|>How many apples?<|end|><|assistant|>", do_sample=True, temperature=1.5)
@@ -256,6 +261,7 @@ TEST = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)\n"
         ("def f(x:\n", False),
     ],
 )
+@pytest.mark.cases(1)
 def test_the_scorer_cannot_be_fooled_by_leaving_early(program: str, passed: bool) -> None:
     assert humaneval.passes(f"{program}\n{TEST}", seconds=3.0 if "while" not in program else 0.5) is passed
 
@@ -272,6 +278,7 @@ def test_what_a_candidate_started_is_ended_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
+@pytest.mark.thorough
 def test_the_canonical_solutions_pass() -> None:
     path = Path(os.environ[DATA_VARIABLE]) / "humaneval" / "HumanEval.jsonl"
     docs = [json.loads(line) for line in path.read_text("utf-8").splitlines()][::8]

@@ -259,6 +259,7 @@ def test_batches_are_faster_than_one_at_a_time(lm: EngineLM, model: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_answers_follow_the_schemas_of_documents(caplog: pytest.LogCaptureFixture) -> None:
     """As jsonschema_bench has them, checked by its own metrics; one that cannot be followed is named."""
     pytest.importorskip("llguidance")

@@ -36,6 +36,7 @@ built_in = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no bui
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_one_import_makes_the_model_and_lm_eval_s_own_known(run_python: Any) -> None:
     """In a fresh process: lm-eval reads its own list only while nothing is registered."""
     code = "import evals.accuracy.lm_eval_model; from lm_eval.api.registry import get_model, model_registry as m; "

@@ -43,6 +43,7 @@ def data(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_acceptance_writes_everything_it_was_asked_for(invoke: Invoke, data: str, tmp_path: Path) -> None:
     outputs = ["--output", "out/a.json", "--report", "out/a.html", "--spec-bench-dir", "out/answers"]
     result = invoke("acceptance", "--data", data, "--k", "1,3", *outputs)

@@ -81,6 +81,7 @@ def test_the_first_problem_does_not_change_between_releases() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_splits_share_no_question_whatever_the_seeds() -> None:
     train = {p.question for seed in range(4) for p in problems("train", 2_000, seed)}
     heldout = {p.question for seed in range(4) for p in problems("heldout", 500, seed)}
@@ -94,6 +95,7 @@ def test_questions_of_one_call_are_all_different() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_sentence_frame_is_used_and_there_are_enough_of_them() -> None:
     all_frames = frames.OPENINGS + frames.EVENTS
     assert len({frame.text for frame in all_frames}) >= 60

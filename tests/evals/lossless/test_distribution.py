@@ -70,6 +70,7 @@ def nodes(prefixes: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "verdict"), [(right, Verdict.PASS), (resamples_from_p, Verdict.FAIL)])
+@pytest.mark.cases(1)
 def test_a_wrong_rule_that_has_no_name_is_found_too(rule: Any, verdict: Verdict) -> None:
     drawn = sample(SampledModel(rule), [1], Configuration("k", K), SAMPLING, "a")
     assert exact_fit(Configuration("k", K), [measure(drawn, nodes)], [drawn]).verdict is verdict

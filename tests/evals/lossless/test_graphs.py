@@ -141,6 +141,7 @@ def test_the_evaluation_passes_in_graphs(graphs_for_all: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [FEW, pytest.param(None, marks=pytest.mark.long)])
 @pytest.mark.parametrize("draft_sampling", DRAWN)
+@pytest.mark.cases(1)
 def test_sampled_rounds_from_graphs_have_the_targets_distribution(
     hot: Open, draft_sampling: str, samples: int | None
 ) -> None:

@@ -144,6 +144,7 @@ def spread(share: float, runs: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "samples", "only", "runs"), [(*MIDDLING[0], 20), (*MIDDLING[6], 20)])
+@pytest.mark.thorough
 def test_a_few_runs_find_what_is_stated(name: str, samples: int, only: int | None, runs: int) -> None:
     check_power(name, samples, only, runs)
 
@@ -173,6 +174,7 @@ def test_with_enough_samples_every_named_defect_is_found(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [40, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_what_is_right_fails_as_seldom_as_is_stated(runs: int) -> None:
     rng = np.random.default_rng(5)
     fits = [once(rng, RIGHT, 200) for _ in range(runs)]
@@ -210,6 +212,7 @@ COMPARED = [
     ("name", "samples", "runs"),
     [(*COMPARED[1], 5), *(pytest.param(*one, 1000, marks=pytest.mark.long) for one in COMPARED)],
 )
+@pytest.mark.thorough
 def test_a_planted_defect_is_found_by_comparing_samples(name: str, samples: int, runs: int) -> None:
     rng, defect = np.random.default_rng(2), NAMES.index(name)
     expected = np.mean([compared(rng, RIGHT, samples).powers[defect].everywhere for _ in range(max(runs // 10, 5))])
@@ -220,6 +223,7 @@ def test_a_planted_defect_is_found_by_comparing_samples(name: str, samples: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [20, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_equal_samples_differ_as_seldom_as_is_stated(runs: int) -> None:
     rng = np.random.default_rng(7)
     fits = [compared(rng, RIGHT, 200) for _ in range(runs)]

@@ -89,6 +89,7 @@ def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, t
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, sweep((1, 3)))
     text = page.render(document)

@@ -118,6 +118,7 @@ def test_the_joint_distribution_is_the_targets(variant: str) -> None:
 @pytest.mark.parametrize(
     "params", [pytest.param(PLAIN, marks=pytest.mark.long), VARIANTS["top-p"]], ids=["plain", "top-p"]
 )
+@pytest.mark.thorough
 def test_a_reduced_draft_vocabulary_keeps_the_distribution(params: SamplingParams) -> None:
     outcomes, tau = sample(params, known=(0, 2, 3, 5))
     assert p_value(outcomes, params) > 1e-3
@@ -125,6 +126,7 @@ def test_a_reduced_draft_vocabulary_keeps_the_distribution(params: SamplingParam
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_without_speculation_too() -> None:
     outcomes, tau = sample(PLAIN, num_drafts=0)
     assert p_value(outcomes, PLAIN) > 1e-3
@@ -177,6 +179,7 @@ def test_drafts_that_do_not_come_from_the_q_they_are_judged_by_are_caught(monkey
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_judging_drawn_drafts_as_certain_is_lossless_and_accepts_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the draft x, accept with p(x), else p without x: that is p, however x was found. It only costs length."""
     _, right = sample(PLAIN, samples=500)

@@ -53,6 +53,7 @@ def test_a_batch_and_the_same_command_again(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_about_batches_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "batches.md").read_text("utf-8")
     rows, told = re.findall(r"```json\n(.*?)```", page, flags=re.S)
@@ -67,6 +68,7 @@ def test_the_page_about_batches_is_true(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.cases(1)
 def test_examples_of_the_page_run(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """But that of Ray Data, which tests/specdec/extensions/batches/test_ray.py runs in another form."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "batches.md").read_text("utf-8")

@@ -36,6 +36,7 @@ def said(text: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_conversation(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = QUESTIONS
     first = model.generate([user(one)], PARAMS)[0].text
@@ -48,6 +49,7 @@ def test_a_conversation(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_end_of_the_input_ends_it_and_the_system_message_stays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     system = {"role": "system", "content": "Be brief."}
     asked: list[Any] = []

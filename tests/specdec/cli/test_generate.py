@@ -69,6 +69,7 @@ def test_generate_reads_every_kind_of_line(expected: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_objects_come_as_prompts_end_with_the_ids_of_their_lines(tmp_path: Path, monkeypatch: Any) -> None:
     """Into a new file as well, beside a bar on a terminal."""
     monkeypatch.chdir(tmp_path)
@@ -132,6 +133,7 @@ def test_inspect_says_where_every_field_of_the_head_is_from(model: SpeculativeMo
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_evaluations")
+@pytest.mark.thorough
 def test_train_eagle3_makes_a_head_that_loads(model: SpeculativeModel, tmp_path: Path) -> None:
     questions = [json.dumps({"question": problem.question}) for problem in problems("train", 5, seed=7)]
     (tmp_path / "q.jsonl").write_text("\n".join(questions), encoding="utf-8")

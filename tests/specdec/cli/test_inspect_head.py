@@ -52,6 +52,7 @@ def head(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_head_and_its_target(head: Path) -> None:
     text = run(inspect, str(head), "--target", "gsm-llama", *SMALL).output
     assert "the head is READ WRONGLY" in text
@@ -61,6 +62,7 @@ def test_a_head_and_its_target(head: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_it_says_to_give_makes_it_fine(head: Path) -> None:
     given = ("--target", "gsm-llama", "--head-override", "aux_layers=[2,4,5]", "--json", *SMALL)
     found = json.loads(run(inspect, str(head), *given).stdout)
@@ -120,6 +122,7 @@ def test_arguments_that_contradict_each_other(arguments: list[str], message: str
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it(few: list[str]) -> None:
     found = json.loads(run(inspect, "gsm-deepseek", "--json", *few, *SMALL).stdout)
     assert found["head"] == "MtpHead" and found["agreement"]["verdict"] == "fine"
@@ -272,6 +275,7 @@ def test_exports_that_lack_something_are_refused_before_anything_is_written(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_head_of_speculators_is_inspected_with_the_target_that_it_names(tmp_path: Path, few: list[str]) -> None:
     run(export, "gsm-llama-eagle3", "--layout", "speculators", "--out", str(tmp_path / "out"))
     found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *few, *SMALL).stdout)

@@ -87,6 +87,7 @@ def test_a_folder_that_is_no_package_shadows_nothing(tmp_path: Path) -> None:
     ],
     ids=["missing", "its dependency is missing", "no command", "no attribute"],
 )
+@pytest.mark.cases(1)
 def test_a_command_that_cannot_be_loaded_says_why(tmp_path: Path, module: str | None, says: str) -> None:
     distribution(tmp_path, "tool", "serve = no_such_tool:command")
     if module is not None:

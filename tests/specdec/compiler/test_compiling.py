@@ -56,6 +56,7 @@ def test_fusing_twice_finds_nothing_more(block: Block) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_compiled_code_takes_the_sizes_of_fused_weights_as_constants(block: Block) -> None:
     """Else every stride of what it reads is an argument, and its kernels load a number at a time."""
     fuse_siblings(block, lambda: block(torch.randn(3, 16)), Alterations(block))
@@ -101,6 +102,7 @@ class Rotated(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("once", "kernels"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_cos_and_sin_are_computed_once(once: bool, kernels: int) -> None:
     model, x, positions = Rotated().requires_grad_(False), torch.randn(5, 4), torch.arange(5)
     before = model(x, positions)

@@ -72,6 +72,7 @@ def rewritten(layer: Layer, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [False, True])
+@pytest.mark.cases(1)
 def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
     read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

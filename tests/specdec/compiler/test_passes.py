@@ -94,6 +94,7 @@ def assert_alike(ours: torch.Tensor, eager: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.thorough
 def test_one_matmul_per_group_of_siblings(bias: bool) -> None:
     block, x = Block(bias).requires_grad_(False), torch.randn(TOKENS, 16)
     before = block(x)
@@ -135,6 +136,7 @@ def hidden(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_norms_are_one_operator_with_their_sum() -> None:
     model, args = Residual(), (hidden(), hidden())
     out, counted = compiled(model, *args)
@@ -143,6 +145,7 @@ def test_norms_are_one_operator_with_their_sum() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sum_of_transposed_terms_is_one_operator() -> None:
     norm, args = Norm(), (hidden(1, 64, TOKENS), hidden(1, 64, TOKENS))
 
@@ -218,6 +221,7 @@ def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(other_norms()))
+@pytest.mark.cases(1)
 def test_other_norms_stay(name: str) -> None:
     run, x = other_norms()[name]
     out, after = rewritten(run, x)
@@ -237,6 +241,7 @@ def test_other_norms_stay(name: str) -> None:
     ],
     ids=["broadcast", "weighed", "number of tokens", "constant", "in float32"],
 )
+@pytest.mark.cases(1)
 def test_other_sums_are_no_residuals(add: Run) -> None:
     """The norm after them is one operator by itself."""
     norm, x = Norm(), hidden()
@@ -289,6 +294,7 @@ def query_key_cos_sin(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [pytest.param(rotate, marks=pytest.mark.long), read_at_once])
+@pytest.mark.thorough
 def test_queries_and_keys_are_rotated_at_once(run: Run) -> None:
     args = query_key_cos_sin()
     out, counted = compiled(run, *args)
@@ -329,6 +335,7 @@ def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(other_rotations()))
+@pytest.mark.cases(1)
 def test_other_rotations_stay(name: str) -> None:
     run, args = other_rotations()[name]
     out, after = rewritten(run, *args)
@@ -337,6 +344,7 @@ def test_other_rotations_stay(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_quick_way_sees_what_the_compiler_sees() -> None:
     """Else nothing would be found in the cases that must stay."""
     norm, args = Residual(), query_key_cos_sin()
@@ -400,6 +408,7 @@ def other_joined() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_rotation_of_a_draft_head_is_one_operator() -> None:
     """Bit by bit what eager code gives: in float32, rounded once."""
     args = heads_cos_sin()
@@ -412,6 +421,7 @@ def test_the_rotation_of_a_draft_head_is_one_operator() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(other_joined()))
+@pytest.mark.cases(1)
 def test_other_rotations_of_both_stay(name: str) -> None:
     run, args = other_joined()[name]
     out, after = rewritten(run, *args)
@@ -421,6 +431,7 @@ def test_other_rotations_of_both_stay(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.thorough
 def test_every_layer_of_a_draft_head_rotates_by_one_operator(layers: int) -> None:
     """Queries and keys reach the attention as the views that eager code has: the compiler adds no copies."""
     head = make_head(eagle3_spec(head_dim=16, num_layers=layers)).to(HALF)
@@ -450,6 +461,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, TOKENS, 64), (TOKENS, 64)])
+@pytest.mark.cases(1)
 def test_gated_activations_are_one_operator(shape: tuple[int, ...]) -> None:
     _, after = rewritten(gated, hidden(*shape))
     assert (after["silu_product"], after["exp"], after["mul"]) == (1, 0, 0)
@@ -476,6 +488,7 @@ def other_gates() -> dict[str, tuple[Run, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(other_gates()))
+@pytest.mark.cases(1)
 def test_other_gates_stay(name: str) -> None:
     run, x = other_gates()[name]
     out, after = rewritten(run, x)

@@ -110,6 +110,7 @@ def test_few_attentions_are_compiled_as_one(compiled: list[GraphModule]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_regions_that_pass_on_other_things_are_compiled_as_one(compiled: list[GraphModule]) -> None:
     """The compiler takes tensors and sizes; an autocast around all layers is neither."""
     run(Shaped((1.0,) * 5))

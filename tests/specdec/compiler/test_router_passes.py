@@ -37,6 +37,7 @@ ROUTERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.cases(1)
 def test_a_routers_choice_is_one_operator(name: str) -> None:
     router, x = filled(ROUTERS[name]()), torch.randn(TOKENS, 32, dtype=torch.bfloat16)
 
@@ -73,6 +74,7 @@ def gathered(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [plain, scores_read_twice, weights_read_twice])
+@pytest.mark.cases(1)
 def test_what_else_reads_a_value_keeps_it(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(TOKENS, 16)
     out, after = rewritten(run, x)

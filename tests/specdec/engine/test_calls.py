@@ -28,6 +28,7 @@ def broken() -> None:
 @pytest.mark.parametrize(
     ("check", "words"), [(moved, "(?m)^moved$"), (broken, "cannot be looked at .AttributeError: 'None")]
 )
+@pytest.mark.cases(1)
 def test_a_check_refuses_its_own_call_and_is_not_run_again(
     check: object, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

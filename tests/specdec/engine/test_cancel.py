@@ -14,6 +14,7 @@ NEW = 24
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_it_ends_with_its_tokens_and_the_others_go_on(drafts: int) -> None:
     target = tiny_llama()
     head = table_head(target) if drafts else None

@@ -124,6 +124,7 @@ REQUESTS = st.lists(
 
 @settings(max_examples=examples(60))
 @given(REQUESTS, st.integers(16, 40), st.integers(1, 50), st.integers(17, 60))
+@pytest.mark.thorough
 def test_neither_prompts_nor_rows_that_decode_wait_for_the_other(
     asked: list[Asked], budget: int, most_prefill: int, num_pages: int
 ) -> None:
@@ -159,6 +160,7 @@ PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most_prefill", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (7, 512))])
+@pytest.mark.thorough
 def test_no_token_depends_on_it(most_prefill: int) -> None:
     """In float32: greedy, and sampled with a seed, tokens and drafts of every round."""
     model = tiny_llama()

@@ -39,6 +39,7 @@ SIZES: list[dict[str, int]] = [
         *(pytest.param("eagle3", options, marks=pytest.mark.long) for options in ({}, *SIZES[:-1])),
     ],
 )
+@pytest.mark.cases(1)
 def test_drafts_equal_the_oracle_round_by_round(kind: str, options: dict[str, int]) -> None:
     head = head_of(kind)
     wrapped = wrap(tiny_llama(), head, num_speculative_tokens=5, **options)
@@ -77,6 +78,7 @@ def zero_slot(wrapped: Any, position: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     head = head_of(kind)

@@ -18,6 +18,7 @@ GREEDY = SamplingParams(max_new_tokens=24)
 
 
 @pytest.mark.parametrize("num_drafts", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 3)), 5])
+@pytest.mark.cases(1)
 def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=num_drafts)
@@ -31,6 +32,7 @@ def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [pytest.param(0.35, marks=pytest.mark.long), 1.0])
+@pytest.mark.thorough
 def test_tokens_are_right_when_attention_decides_most_of_them(context: float) -> None:
     model = tiny_llama(context=context)
     wrapped = wrap(model, eagle3_head(model), num_speculative_tokens=3)
@@ -60,6 +62,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token() -> None:
         pytest.param({"page_size": 64, "kv_cache_tokens": 640}, False, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_chunks_pages_and_preemption_change_no_token(options: dict[str, int], preempts: bool) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=3, **options)
@@ -116,6 +119,7 @@ def test_an_idle_engine_does_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("neighbour", [{"max_new_tokens": 2}, {"max_new_tokens": 30}])
+@pytest.mark.cases(1)
 def test_a_limit_shortens_only_its_own_row(neighbour: dict[str, int]) -> None:
     """Rows at max_new_tokens or max_model_len draft less; their neighbours draft as when they are alone."""
     model = tiny_llama()
@@ -138,6 +142,7 @@ def test_a_limit_shortens_only_its_own_row(neighbour: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.thorough
 def test_a_last_prompt_chunk_of_one_token_is_still_a_prompt(temperature: float) -> None:
     """How a prompt is cut into chunks decides nothing: its last is no bonus token, the first token in no round."""
     prompts = random_prompts([25] * 12, seed=3)

@@ -47,6 +47,7 @@ class Reader(Iterator[Any]):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_iterator_is_read_as_rows_get_free(model: Any, right: list[list[int]]) -> None:
     reader, found, ahead = Reader(PROMPTS), dict[int, list[int]](), []
     for index, completion in model.generate_iter(reader, SHORT):

@@ -41,6 +41,7 @@ def ahead(**options: Any) -> Any:
         {"max_num_batched_tokens": 13},
     ],
 )
+@pytest.mark.cases(1)
 def test_tokens_and_drafts_are_the_same(options: dict[str, int]) -> None:
     wrapped = ahead(**options)
     completions = wrapped.generate(PROMPTS, PARAMS)

@@ -83,6 +83,7 @@ SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tok
         pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.cases(1)
 def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict[str, int]) -> None:
     head = head_of(kind)
     on, off = (
@@ -124,6 +125,7 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
         pytest.param(SHORT_OF_PAGES, "llama4_text", id="short-llama4_text", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int], kind: str) -> None:
     """Of three layers in four the pages behind a window of 10 tokens, or before a chunk of 12, are freed; all that is
     there is found."""
@@ -193,6 +195,7 @@ def test_the_switch_of_a_request_neither_takes_nor_leaves() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rows_from_graphs_may_list_more_pages_than_there_are(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Eight rows of 26 pages each, 25 of them the same, in a pool of 70."""
     common = random_prompts((100,), seed=5)[0]
@@ -249,6 +252,7 @@ def test_new_weights_empty_the_cache() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replaced", ["all at once", "one layer", "hooked", "behind it", "forward"])
+@pytest.mark.cases(1)
 def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> None:
     """Rounds without graphs read what stands in the model now, not the tensors that it was loaded with."""
     target, other = tiny_llama(), tiny_llama(seed=5)
@@ -302,6 +306,7 @@ def test_the_state_is_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), {"max_num_batched_tokens": 18}])
+@pytest.mark.thorough
 def test_in_rounds_from_graphs(graphs_on_cpu: Any, options: dict[str, int]) -> None:  # noqa: F811
     head = head_of("table")
     wrapped = with_graphs(head, num_speculative_tokens=5, **options)
@@ -336,6 +341,7 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("target", "draft"), [("gsm-llama", "auto"), pytest.param("gsm-deepseek", "mtp", marks=pytest.mark.long)]
 )
+@pytest.mark.thorough
 def test_prompts_of_five_shots_share_them(target: str, draft: str, unchecked: None) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA. Nothing that is found is given up because of the head."""
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 8192, "device": "cpu"}

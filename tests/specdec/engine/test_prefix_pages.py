@@ -306,6 +306,7 @@ def cache_of(engine: Engine) -> PrefixCache:
         pytest.param(3, False, 500, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bool, requests: int) -> None:
     traffic = Traffic(modules + graphs, modules, graphs)
     traffic.run(requests, faults=0.006, aborts=0.02)
@@ -320,6 +321,7 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
 @pytest.mark.parametrize(
     ("modules", "graphs", "budget"), [pytest.param(1, False, 24, marks=pytest.mark.long), (2, True, 8)]
 )
+@pytest.mark.thorough
 def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> None:
     """Two groups, one so small that its pages are evicted long before the target's others; prompts in short chunks."""
     stats = windowed_traffic((WindowedPool(Reach(9), 40), WindowedPool(Reach(14), 90)), modules, graphs, budget)
@@ -330,6 +332,7 @@ def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> N
 @pytest.mark.parametrize(
     ("modules", "graphs", "budget"), [pytest.param(1, True, 8, marks=pytest.mark.long), (2, False, 24)]
 )
+@pytest.mark.thorough
 def test_groups_of_chunks(modules: int, graphs: bool, budget: int) -> None:
     """The same where one group attends in chunks of two pages, another in chunks of four."""
     pools = WindowedPool(Reach(16, 16), 90), WindowedPool(Reach(8, 8), 40)
@@ -353,6 +356,7 @@ def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_pages_of_the_head_are_never_short() -> None:
     """Every page of the head in use stands for one of the target's: its pool needs no eviction of its own."""
     for modules in (1, 3):

@@ -32,6 +32,7 @@ def wrong_head(model: Any) -> Any:
     return head
 
 
+@pytest.mark.thorough
 def test_a_head_of_another_model_is_told_once() -> None:
     target = tiny_llama()
     (message,) = warned(wrap(target, wrong_head(target), num_speculative_tokens=3))
@@ -48,6 +49,7 @@ def test_as_an_error_it_ends_no_round() -> None:
 
 
 @pytest.mark.parametrize("drafts", ["right", "lookup", "none"])
+@pytest.mark.cases(1)
 def test_others_are_not_warned_of(drafts: str) -> None:
     """A head that is right, drafts by lookup, whose acceptance is the text's, and no drafts."""
     target = tiny_llama()

@@ -22,6 +22,7 @@ def tokens(prompts: list[list[int]], params: Any, **options: Any) -> list[list[i
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_seeded_request_does_not_care_about_its_batch() -> None:
     params = [replace(SAMPLED, seed=i) for i in range(6)]
     together = tokens(PROMPTS, params, max_num_seqs=6, max_num_batched_tokens=256)
@@ -35,6 +36,7 @@ def test_a_seeded_request_does_not_care_about_its_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [{"seed": 5}, {"seed": None}])
+@pytest.mark.cases(1)
 def test_requests_of_one_prompt(own: dict[str, Any]) -> None:
     """With one seed they are equal, with none each has its own."""
     outcomes = {tuple(t) for t in tokens([PROMPTS[0]] * 8, replace(SAMPLED, **own))}

@@ -98,6 +98,7 @@ class Watching(TorchBackend):
     spare=st.integers(0, 60),
     seed=st.integers(0, 3),
 )
+@pytest.mark.thorough
 def test_every_written_slot_belongs_to_its_row(
     lengths: list[int], new: list[int], drafts: list[int], page_size: int, rows: int, budget: int, spare: int, seed: int
 ) -> None:

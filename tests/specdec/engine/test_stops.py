@@ -41,6 +41,7 @@ def cut_at(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 5])
+@pytest.mark.cases(1)
 def test_an_eos_id_ends_a_row_inside_a_round(num_drafts: int) -> None:
     right = [hf_greedy(p, NEW) for p in PROMPTS]
     eos = [right[0][6], right[3][10]]
@@ -75,6 +76,7 @@ def test_stop_token_ids_end_only_their_own_row() -> None:
         *(pytest.param(span, 0, marks=pytest.mark.long) for span in ((3, 4), (0, 2), (10, 15), (22, 24))),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_stop_string_cuts_text_and_tokens(span: tuple[int, int], num_drafts: int) -> None:
     wrapped = wrapped_with(num_drafts=num_drafts)
     for prompt in PROMPTS[:4]:

@@ -94,6 +94,7 @@ STEPS = ("append", "appendleft", "popleft", "remove", "extendleft", "arrange")
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.data())
+@pytest.mark.thorough
 def test_it_is_a_deque(data: st.DataObject) -> None:
     """Any order of its operations, beside one."""
     queue, model = WaitingRequests(), deque[Any]()

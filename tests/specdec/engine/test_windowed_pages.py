@@ -149,6 +149,7 @@ REACHES = pytest.mark.parametrize("reach", [WINDOW, CHUNKS], ids=str)
 @REACHES
 @settings(max_examples=examples(30), deadline=None)
 @given(**WORKLOAD)
+@pytest.mark.cases(1)
 def test_every_key_that_a_query_sees_is_its_rows_own(
     reach: Reach, prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int
 ) -> None:

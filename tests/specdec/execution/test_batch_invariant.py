@@ -70,6 +70,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_all_rounds_run_the_model_of_the_graphs(
     drafts: int,
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -114,6 +115,7 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_rounds_of_any_shape_run_what_was_compiled_for_the_graphs(
     defect: bool,
     recorded_on_cpu: list[Replayed],  # noqa: F811

@@ -83,6 +83,7 @@ def own_logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["at the start", "in a round"])
+@pytest.mark.cases(1)
 def test_a_forward_of_the_users_never_sees_the_experts_in_the_form_of_a_capture(
     when: str,
     graphs_on_cpu: list[Replayed],  # noqa: F811

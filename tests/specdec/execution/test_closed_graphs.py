@@ -35,6 +35,7 @@ def num_siblings(root: nn.Module) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_closing_gives_projections_their_own_memory_back(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target = tiny_llama()
     head: Any = eagle3_head(target)

@@ -45,6 +45,7 @@ def graphed(folder: Path, sizes: dict[str, Any], groups: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rounds_from_graphs(graphs_on_cpu: list[Replayed], tmp_path: Path) -> None:  # noqa: F811
     graphed(write(tmp_path / "target", LLAMA), LLAMA, 2 * 2)
     assert any(graph.replays for graph in graphs_on_cpu)

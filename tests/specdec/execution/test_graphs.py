@@ -249,6 +249,7 @@ ONE_BY_ONE = {"kv_cache_layout": "HND", "page_size": 1, "kv_cache_tokens": 88, "
         pytest.param("eagle3", {}, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_tokens_and_drafts_are_those_of_the_eager_path(
     graphs_on_cpu: list[Replayed], kind: str, options: dict[str, Any]
 ) -> None:
@@ -267,6 +268,7 @@ def test_tokens_and_drafts_are_those_of_the_eager_path(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, pytest.param(1, marks=pytest.mark.long), 5])
+@pytest.mark.thorough
 def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     """What is reserved for the round after a launched one is no more than the block tables hold."""
     head = table_head(tiny_llama()) if num_drafts else None
@@ -280,6 +282,7 @@ def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replaye
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.cases(1)
 def test_every_number_of_drafts(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     head = table_head(tiny_llama()) if num_drafts else None
     graphed = with_graphs(head, num_speculative_tokens=num_drafts, max_num_seqs=3)
@@ -306,6 +309,7 @@ def test_sampled_rows_among_greedy_ones_by_the_kernels(monkeypatch: pytest.Monke
     ("num_drafts", "temperature"),
     [(5, 0.9), *(pytest.param(*own, marks=pytest.mark.long) for own in ((3, 0.0), (0, 0.9), (3, 0.9)))],
 )
+@pytest.mark.thorough
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
 ) -> None:
@@ -329,6 +333,7 @@ def test_a_preempted_row_joins_again_at_its_bonus_token(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Replayed]) -> None:
     """With torch.compile, fused siblings and aux hidden states that leave the compiled forward as outputs (float32)."""
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
@@ -343,6 +348,7 @@ def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Re
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_norms_and_rotations_of_the_target_are_operators_of_ours(
     recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +429,7 @@ def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatc
         (3, "greedy", 3),
     ],
 )
+@pytest.mark.cases(1)
 def test_every_captured_graph_is_reported(
     graphs_on_cpu: list[Replayed], num_drafts: int, drawn: str, sampled: int
 ) -> None:
@@ -533,6 +540,7 @@ def check_mla_mixture(drafts: int, rows: int = 4) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_an_mla_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
     check_mla_mixture(drafts)
     assert sum(g.replays for g in graphs_on_cpu) > 20
@@ -581,6 +589,7 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     ("num_drafts", "ahead"),
     [(3, True), (1, False), *(pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, True), (3, False)))],
 )
+@pytest.mark.cases(1)
 def test_with_drafts_a_round_is_launched_before_the_commit(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int, ahead: bool
 ) -> None:
@@ -619,6 +628,7 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.cases(1)
 def test_no_read_is_larger_than_its_buffer(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:

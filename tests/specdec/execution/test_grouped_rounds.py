@@ -30,6 +30,7 @@ def with_graphs(model: Any, head: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"page_size": 16, "max_num_seqs": 5, "kv_cache_tokens": 700}, marks=pytest.mark.long)]
 )
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     options: dict[str, Any],

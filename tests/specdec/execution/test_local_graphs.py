@@ -85,6 +85,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
         ),
     ],
 )
+@pytest.mark.thorough
 def test_tokens_drafts_and_rounds_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -111,6 +112,7 @@ def test_without_drafts(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_head_that_attends_in_chunks(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     """The draft prefill lies over the end of chunks, every step in one."""
     assert differing(local_head, num_speculative_tokens=5) == []
@@ -118,6 +120,7 @@ def test_a_head_that_attends_in_chunks(graphs_on_cpu: list[Replayed]) -> None:  
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sampled_rows(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     params = [replace(own, temperature=(0.9, 0.0)[i % 2], seed=i) for i, own in enumerate(PARAMS)]
     assert differing(params=params) == []
@@ -189,6 +192,7 @@ PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks 
     "name",
     ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.long)],
 )
+@pytest.mark.thorough
 def test_planted_virtual_rows_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -55,6 +55,7 @@ def with_graphs(name: str, drafts: int, prompts: list[list[int]] = PROMPTS, **op
         pytest.param("mamba2", 3, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_tokens_are_transformers_own(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     capturable: None,
@@ -76,6 +77,7 @@ def test_tokens_are_transformers_own(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_request_that_leaves_brings_the_state_of_its_prompt(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     capturable: None,
@@ -108,6 +110,7 @@ class Compiled:
     "name",
     ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in TYPES if n != "qwen3_next")],
 )
+@pytest.mark.thorough
 def test_one_graph_serves_all_shapes_of_a_compiled_model(name: str) -> None:
     """Recurrences are operators that the compiler does not look into; each layer's has a number of its own."""
     wrapped, counted = wrap(tiny_hybrid(name), max_model_len=128), Compiled()

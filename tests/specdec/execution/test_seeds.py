@@ -110,6 +110,7 @@ def joining(wrapped: Any) -> Found:
         for drawn in DRAWN
     ],
 )
+@pytest.mark.cases(1)
 def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str) -> None:
     wrapped = loaded(execution, drawn, **BATCHES[name])
     together = wrapped.generate(PROMPTS, PARAMS)
@@ -123,11 +124,13 @@ def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.long)])
+@pytest.mark.cases(1)
 def test_joining_as_alone(execution: dict[str, Any], drawn: str) -> None:
     assert joining(loaded(execution, drawn, **BATCHES["chunks"])) == rounds_alone(drawn)
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_alone_from_graphs_as_eagerly(execution: dict[str, Any]) -> None:
     wrapped = loaded(execution, DRAWN[0], max_num_seqs=1)
     alone = [of(wrapped.generate([p], own)[0]) for p, own in zip(PROMPTS, PARAMS, strict=True)]
@@ -137,6 +140,7 @@ def test_alone_from_graphs_as_eagerly(execution: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["graphs"], indirect=True)
 @pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_rounds_that_are_launched_before_the_read_as_alone(
     execution: dict[str, Any], planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

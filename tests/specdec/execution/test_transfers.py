@@ -73,6 +73,7 @@ def transfers_a_round(
     ("rows", "prompts", "copies"),
     [(0, 0, 3.0), pytest.param(1, 1, 4.0, marks=pytest.mark.long), pytest.param(1, 0, 4.0, marks=pytest.mark.slow)],
 )
+@pytest.mark.cases(1)
 def test_mixed_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -89,6 +90,7 @@ def test_mixed_rounds(
     ("rows", "copies"),
     [(0, 2.0), pytest.param(0.5, 3.0, marks=pytest.mark.long), pytest.param(1, 3.0, marks=pytest.mark.slow)],
 )
+@pytest.mark.cases(1)
 def test_rounds_in_which_every_row_verifies(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

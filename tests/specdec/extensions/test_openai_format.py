@@ -18,6 +18,7 @@ from specdec.requests.text import Vocabulary
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.cases(1)
 def test_log_probabilities_of_what_cannot_come_are_json(chat: bool) -> None:
     """A processed one of a token outside of top-k is -inf, which JSON has not."""
     params = SamplingParams(4, top_k=1, temperature=1.0, logprobs=3, logprobs_mode="processed")
@@ -188,6 +189,7 @@ def test_alternatives_of_equal_texts_are_all_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.cases(1)
 def test_a_stream_tells_the_same_of_tokens_as_an_answer(chat: bool) -> None:
     options: dict[str, Any] = {"temperature": 30.0, "seed": 3, "logprobs": 20, "ignore_eos": True}
 

@@ -100,6 +100,7 @@ def acceptance(completions: list[Any]) -> tuple[int, int]:
         pytest.param(7, 3, False, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> None:
     """With prompts in chunks, rows that wait for a row, and pages of each other's prompts."""
     model = looking_up(num_speculative_tokens=k, lookup_min=least, max_num_batched_tokens=max(24, 3 * (k + 1)))
@@ -116,6 +117,7 @@ def test_greedy_tokens_and_drafts_are_exact(k: int, least: int, ahead: bool) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [84, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_preempted_requests_draft_as_they_would_have(pages: int) -> None:
     """Their index is made anew, and sampled tokens depend on each round's drafts."""
     params = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
@@ -128,6 +130,7 @@ def test_preempted_requests_draft_as_they_would_have(pages: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_interrupt_at_any_round_changes_nothing() -> None:
     model = looking_up()
     right = [(c.token_ids, c.drafts) for c in model.generate(QUOTES[:3], GREEDY)]
@@ -139,6 +142,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Rounds without drafts are launched before the last is read; one round after a match, none is."""
     options = {**LOOKUP, "num_speculative_tokens": 4}
@@ -215,6 +219,7 @@ def drafts_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(False, drafts_are_certain, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_sampled_tokens_have_the_targets_distribution(
     beside: bool, plant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +241,7 @@ def test_sampled_tokens_have_the_targets_distribution(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [pytest.param(3, marks=pytest.mark.long), 6])
+@pytest.mark.thorough
 def test_a_long_match_replaces_the_drafts_of_a_head(k: int) -> None:
     """Where there are as many as the row may have; other rows keep the head's."""
     model = wrap(
@@ -343,6 +349,7 @@ def test_what_describes_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
     graphs_on_cpu: list[Any],  # noqa: F811
 ) -> None:
@@ -366,6 +373,7 @@ HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.thorough
 def test_requests_that_move_draft_as_they_would_have(beside: bool) -> None:
     def make(**more: Any) -> Any:
         draft = [table_head(tiny_llama()), "lookup"] if beside else "lookup"
@@ -387,6 +395,7 @@ def test_requests_that_move_draft_as_they_would_have(beside: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("mamba2", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_targets_with_recurrent_layers(kind: str) -> None:
     """Rejected drafts leave their states as they were."""
     target, params = tiny_hybrid(kind), SamplingParams(24)

@@ -54,6 +54,7 @@ def scales_of(wrapped: Any) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.thorough
 def test_scales_of_the_checkpoint_are_used_and_shown(kind: str, tmp_path: Path) -> None:
     folder, model = modelopt(tmp_path, scales(kind)), plain_llama()
     with wrap(folder, kv_cache_dtype="fp8") as wrapped, wrap(folder) as unused:

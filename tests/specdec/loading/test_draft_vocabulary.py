@@ -122,6 +122,7 @@ def test_files_that_hold_no_tokens_are_named_before_a_model_is_read(
         ("auto", "gsm-llama", "the checkpoint of Eagle3Head decides what that drafts on"),
     ],
 )
+@pytest.mark.cases(1)
 def test_heads_that_it_means_nothing_for(draft: Any, target: str, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         opened(draft, target, draft_vocab=[1, 2, 3])
@@ -166,6 +167,7 @@ def test_a_wrong_convention_is_found_all_the_same() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_answers_are_the_targets_and_inspect_says_what_is_drafted_on(model: SpeculativeModel) -> None:
     (alone,) = model.generate(CHAT, PARAMS, num_speculative_tokens=0)
     (drafted,) = model.generate(CHAT, PARAMS)
@@ -179,6 +181,7 @@ def test_answers_are_the_targets_and_inspect_says_what_is_drafted_on(model: Spec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [pytest.param("mtp", marks=pytest.mark.long), ["mtp", "lookup"]])
+@pytest.mark.thorough
 def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
     with opened(draft, draft_vocab=range(300, 900)) as own:  # no digit is drafted on: the grammar masks all that are
         for params in (PARAMS, SamplingParams(max_new_tokens=20, grammar=DIGITS)):
@@ -194,6 +197,7 @@ def test_drafts_by_lookup_and_grammars_go_with_it(draft: Any) -> None:
         *(pytest.param(how, False, marks=pytest.mark.long) for how in ("refresh", "assigned", "update_weights")),
     ],
 )
+@pytest.mark.cases(1)
 def test_new_values_of_lm_head_are_copied(how: str, renewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: they are not."""
     with opened(draft_vocab=range(300, 900)) as own:

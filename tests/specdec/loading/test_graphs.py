@@ -58,6 +58,7 @@ def test_the_default_is_graphs_where_there_are_any(graphs_on_cpu: list[Replayed]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["compile", "capture"])
+@pytest.mark.cases(1)
 def test_what_cannot_be_compiled_or_captured_runs_without_and_says_so(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -120,6 +121,7 @@ def test_asked_for_on_a_cpu_it_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_everything_is_compiled_once_before_a_kernel_is_needed(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

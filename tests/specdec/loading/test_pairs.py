@@ -92,6 +92,7 @@ def test_what_a_head_names_is_no_step_of_a_start(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
+@pytest.mark.cases(1)
 def test_a_head_alone_without_a_head_is_refused(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """known: its configuration is here before anything is loaded."""
     folder, head = head_for(tmp_path)
@@ -132,6 +133,7 @@ def test_what_names_both_or_a_revision(tmp_path: Path) -> None:
     ],
     ids=["generate", "acceptance", "lossless", "compare"],
 )
+@pytest.mark.cases(1)
 def test_every_command_takes_a_head_alone(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exported head of gsm-llama, which names it."""
     monkeypatch.chdir(tmp_path)

@@ -112,6 +112,7 @@ def tokens(wrapped: SpeculativeModel) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchao int8", pytest.param("compressed-tensors int4", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_real_checkpoints_run_from_graphs(
     name: str,
     tmp_path: Path,

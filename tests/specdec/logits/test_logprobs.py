@@ -93,6 +93,7 @@ def _near(row: torch.Tensor, token: int) -> bool:
     ],
 )
 @pytest.mark.parametrize(("mode", "options"), [("raw", RAW), ("processed", PROCESSED)], ids=["raw", "processed"])
+@pytest.mark.cases(1)
 def test_they_are_those_of_a_plain_forward(
     mode: str, options: list[dict[str, Any]], drafts: int, graphs: bool, request: Any
 ) -> None:
@@ -109,6 +110,7 @@ def test_they_are_those_of_a_plain_forward(
     ("drafts", "graphs"),
     [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
 )
+@pytest.mark.thorough
 def test_rows_that_are_opened_again_tell_theirs(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

@@ -81,6 +81,7 @@ EXPECTED = 4 + 13 + 0 + 59 + 0
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_they_are_those_of_a_plain_forward(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -94,6 +95,7 @@ def test_they_are_those_of_a_plain_forward(drafts: int, graphs: bool, request: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.cases(1)
 def test_rows_that_are_opened_again_tell_theirs(graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -116,6 +118,7 @@ def test_a_round_has_no_more_rows_than_it_may(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_positions_asked_for_are_read_and_others_taken_from_the_cache(drafts: int) -> None:
     target = tiny_llama()
     model = wrap(target, table_head(target) if drafts else None, num_speculative_tokens=drafts, max_num_seqs=4)
@@ -166,6 +169,7 @@ def check_rows(completions: Sequence[Any]) -> None:
     ("drafts", "graphs"),
     [(0, False), (3, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((3, False), (0, True)))],
 )
+@pytest.mark.cases(1)
 def test_whole_rows_are_transformers(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

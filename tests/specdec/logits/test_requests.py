@@ -171,6 +171,7 @@ MIXED = [[None, "with OpenAI's", "repetition_penalty", None, "no_repeat_ngram_si
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.cases(1)
 def test_every_option_changes_some_answer(name: str) -> None:
     """Otherwise equal answers say nothing."""
     if name != "remove_invalid_values":
@@ -179,12 +180,14 @@ def test_every_option_changes_some_answer(name: str) -> None:
 
 @pytest.mark.parametrize("names", [*EVERY, *(pytest.param(names, id="mixed") for names in MIXED)])
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.cases(1)
 def test_tokens_are_transformers(names: list[str | None], drafts: int) -> None:
     """Each option under drafts; without them `test_without_drafts_they_are_too` has all options in one batch."""
     assert said(names, drafts, False) == right(names)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_without_drafts_they_are_too() -> None:
     """All options in batches of six."""
     every = [name for name in OPTIONS if name != "several"]
@@ -196,6 +199,7 @@ def test_without_drafts_they_are_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["several"] * 6, *MIXED], ids=["several", "mixed"])
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_tokens_from_graphs_are_too(
     names: list[str | None],
     drafts: int,
@@ -214,6 +218,7 @@ def test_tokens_from_graphs_are_too(
     ("drafts", "graphs"),
     [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
 )
+@pytest.mark.cases(1)
 def test_rows_that_are_opened_again_keep_their_options(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts."""
     if graphs:
@@ -308,6 +313,7 @@ def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any
     [(0, False), (3, True), *(pytest.param(*n, marks=pytest.mark.long) for n in ((3, False), (0, True)))],
 )
 @torch.no_grad()
+@pytest.mark.cases(1)
 def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -323,6 +329,7 @@ def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, gr
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_decay_beyond_float64_ends_no_round() -> None:
     """Of an end that may not come: where it may, it came long before."""
     own = SamplingParams(40, exponential_decay_length_penalty=(0, 1e10), stop_token_ids=(EOS,), suppress_tokens=(EOS,))

@@ -130,6 +130,7 @@ MIXED = ["paced", None, "fading", "all", "criterion", "function"]
     "names",
     [pytest.param(MIXED, id="mixed"), pytest.param(["several"] * 6, id="several", marks=pytest.mark.long)],
 )
+@pytest.mark.cases(1)
 def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -147,6 +148,7 @@ def test_tokens_are_transformers(names: list[str | None], drafts: int, graphs: b
     ("drafts", "graphs"),
     [(3, False), (0, True), *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True)))],
 )
+@pytest.mark.cases(1)
 def test_rows_that_are_opened_again_go_on_with_their_state(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts."""
     if graphs:
@@ -231,6 +233,7 @@ def failing(engine: Engine, params: Sequence[SamplingParams]) -> tuple[list[Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
     own = Raising(lambda ids: len(ids) == len(PROMPTS[1]) + 7)
     params = [SamplingParams(NEW), SamplingParams(NEW, logits_processor=own), *[SamplingParams(NEW)] * 4]
@@ -253,6 +256,7 @@ def test_what_a_processor_raises_ends_its_request_alone(drafts: int) -> None:
         for j, (kind, said) in enumerate(((Banning, "the largest score is -inf"), (Unknown, "a score is NaN")))
     ],
 )
+@pytest.mark.cases(1)
 def test_scores_that_leave_no_token_end_their_request_alone(
     drafts: int, sampled: dict[str, Any], kind: type[Banning], said: str
 ) -> None:
@@ -282,6 +286,7 @@ def test_scores_that_leave_no_token_end_their_request_alone(
         ({"prefix_allowed_tokens_fn": lambda i, ids: [5], "suppress_tokens": (5,)}, "is -inf after"),
     ],
 )
+@pytest.mark.cases(1)
 def test_what_all_options_leave_is_divided_by_the_temperature(options: dict[str, Any], said: str) -> None:
     """transformers raises, too: of sampled requests alone are the first two errors."""
     params = [SamplingParams(NEW, temperature=0.7, seed=1, **options), *[SamplingParams(NEW)] * 5]
@@ -322,6 +327,7 @@ NOTHING_LEFT: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         for how in HOW
     ],
 )
+@pytest.mark.cases(1)
 def test_options_that_leave_no_token_end_their_request_alone(
     options: dict[str, Any], sampled: dict[str, Any], drafts: int
 ) -> None:
@@ -380,6 +386,7 @@ def test_what_later_options_repair_is_no_error(drafts: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [torch.Tensor.to_sparse, lambda scores: scores.to("meta")])
+@pytest.mark.cases(1)
 def test_a_tensor_that_cannot_be_copied_ends_its_request_alone(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
     params = [SamplingParams(NEW, logits_processor=lambda ids, scores: wrong(scores)), *[SamplingParams(NEW)] * 5]
     _, errors = failing(engine_with(3, False, RoundExtra()), params)
@@ -407,6 +414,7 @@ def test_the_error_says_which_it_was_and_has_the_others() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Raising, Banning])
+@pytest.mark.cases(1)
 def test_what_is_raised_after_rejected_drafts_ends_nothing(kind: type[Raising]) -> None:
     """A processor may reject what transformers would never have given it."""
     expected = right([None] * 6)
@@ -429,6 +437,7 @@ def test_what_is_raised_after_rejected_drafts_ends_nothing(kind: type[Raising]) 
     [lambda ids, scores: None, lambda ids, scores: scores[:, :-1], lambda ids: ids],
     ids=["none", "shape", "args"],
 )
+@pytest.mark.cases(1)
 def test_a_wrong_result_is_named(wrong: Any) -> None:
     params = [SamplingParams(NEW, logits_processor=wrong), *[SamplingParams(NEW)] * 5]
     _, errors = failing(engine_with(3, False, RoundExtra()), params)
@@ -561,6 +570,7 @@ def test_a_state_that_can_no_longer_be_copied_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_gradients_may_be_taken_in_a_processor() -> None:
     def guided(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -576,6 +586,7 @@ def test_gradients_may_be_taken_in_a_processor() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_copies_are_kept_of_requests_that_are_gone() -> None:
     import gc
     import weakref

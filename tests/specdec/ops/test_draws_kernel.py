@@ -100,6 +100,7 @@ def test_the_draft_ids_of_all_tokens() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_verification_of_few_tokens() -> None:
     """Accepted, rejected and none; q of a head that knows some tokens, in another order of rows."""
     assert_decided(2, VOCAB, 20)

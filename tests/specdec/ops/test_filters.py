@@ -98,6 +98,7 @@ def make(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k == "banned" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.cases(1)
 def test_filters(kind: str) -> None:
     """Every kind of logits meets every third row of parameters, the plain ones all of them."""
     every = [*EDGES, *FOUR, *EXTREME]
@@ -206,6 +207,7 @@ class Round:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.cases(1)
 def test_acceptance(n: int) -> None:
     """One-hot q, the head's, and both in one batch; greedy rows keep their verdict."""
     assert_decided(n, 300, 90)
@@ -266,6 +268,7 @@ def decided(case: Round) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_stands_for_the_kernels_in_rounds_from_graphs_is_what_they_do() -> None:
     """`tests.sampled_rounds.kernels_by_reference`."""
     case = Round([FOUR[0], EDGES[0], FOUR[1], FOUR[3]], 2, 300, 90)
@@ -276,6 +279,7 @@ def test_what_stands_for_the_kernels_in_rounds_from_graphs_is_what_they_do() -> 
         assert torch.allclose(one, other, atol=1e-6) if one.is_floating_point() else torch.equal(one, other)
 
 
+@pytest.mark.thorough
 def test_the_filter_that_distribution_tests_plant_keeps_one_token_less() -> None:
     """On a GPU they plant it over the kernels, which say otherwise than the reference where ties begin."""
     sampling = parameters([(6.0, 6, 0.9, 0.0), (1.0, 5, 1.0, 0.0), (2.0, 0, 0.8, 0.0)])
@@ -291,6 +295,7 @@ def test_the_filter_that_distribution_tests_plant_keeps_one_token_less() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.cases(1)
 def test_what_stands_beside_the_drafts_of_sampled_rows(mapped: bool) -> None:
     """Logits, drafts in the target's vocabulary and accepted counts; those of greedy rows stay what they are."""
     sampling, known = parameters([FOUR[0], EDGES[0], EDGES[3], FOUR[1]]), torch.randperm(900)[:300].sort().values
@@ -336,6 +341,7 @@ ANYTHING = -(2**40)
 MIXED = parameters([(0.8, 0, 0.95, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (0.0, 3, 0.5, 0.1)])
 
 
+@pytest.mark.thorough
 def test_of_greedy_rows_nothing_but_the_parameters_is_loaded() -> None:
     """Their index, largest logit, sources and counts may be any number, and the last ones missing."""
     logits = torch.randn(4, 600)
@@ -434,6 +440,7 @@ def emission() -> Emission:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_hot", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_emitted_tokens_have_the_targets_distribution(one_hot: bool, emission: Emission) -> None:
     assert emission.p_value("", one_hot) > 1e-3
 

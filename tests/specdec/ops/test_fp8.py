@@ -213,6 +213,7 @@ def test_more_pairs_of_an_expert_than_a_tile(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("pairs", [(1, 1, 3), (4, 1, 3), (9, 2, 2)])
+@pytest.mark.cases(1)
 def test_the_kernel_of_experts(pairs: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One token; fewer pairs than experts and more; one row of x a token, and one a pair."""
     from specdec.ops.mixtures import routed_kernel
@@ -255,6 +256,7 @@ def block() -> Block:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs on a CPU")
+@pytest.mark.thorough
 def test_siblings_are_one_matmul_of_one_quantised_input(block: Block) -> None:
     """In compiled code; the layers are what they were afterwards, in memory of their own."""
     from tests.specdec.compiler.test_passes import rewritten

@@ -102,6 +102,7 @@ def rounds(draw: Any) -> Verified:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+@pytest.mark.thorough
 def test_kernels_place_and_accept_as_torch_does(by_kernels: None, case: Verified) -> None:
     """Rows of any number of drafts, in any order, beside rows without."""
     round_, draft, greedy = case.round, case.draft, case.greedy
@@ -173,6 +174,7 @@ def test_one_launch_before_the_forward_and_one_after_the_arg_max(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rounds_from_graphs_by_kernels_are_those_by_torch(
     graphs_on_cpu: list[Any],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -28,6 +28,7 @@ def tiles_of(groups: Groups) -> list[tuple[int, int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
+@pytest.mark.thorough
 def test_groups(data: st.DataObject) -> None:
     """Every pair stands once, among those of its expert; tiles are all of them, from the first place on."""
     experts = data.draw(st.integers(1, 40))

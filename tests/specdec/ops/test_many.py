@@ -41,6 +41,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         *(pytest.param(*own, marks=pytest.mark.long) for own in ((2, 1, 8, 64, 32), (90, 2, 3, 64, 24))),
     ],
 )
+@pytest.mark.cases(1)
 def test_each_pair_is_its_experts(tokens: int, chosen: int, experts: int, hidden: int, inner: int) -> None:
     """Odd widths, experts without tokens, whole tiles and halves; one program has more than one tile."""
     x, gate_up, down, index = made(tokens, chosen, experts, hidden, inner)
@@ -67,6 +68,7 @@ def test_nan_in_the_other_experts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stored", "interleaved"), [("half", False), ("mxfp4", False), ("mxfp4", True)])
+@pytest.mark.thorough
 def test_biases_clamps_and_four_bits(stored: str, interleaved: bool) -> None:
     """Rows in turns are taken apart where they are multiplied out."""
     x, gate_up, down, index = made(60, 2, 4, 96, 64)
@@ -84,6 +86,7 @@ def test_biases_clamps_and_four_bits(stored: str, interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.cases(1)
 def test_biases_of_odd_sizes_and_a_limit_of_zero(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_kernel, "_ROWS", rows)
     x, gate_up, down, index = made(20, 2, 4, 40, 24)

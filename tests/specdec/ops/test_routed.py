@@ -57,6 +57,7 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
         (20, 8, 130, 32, 40),
     ],
 )
+@pytest.mark.cases(1)
 def test_each_pair_is_its_experts(tokens: int, chosen: int, experts: int, hidden: int, inner: int) -> None:
     """Odd widths, experts without tokens, more tokens of an expert than a tile has."""
     x, gate_up, down, index = made(tokens, chosen, experts, hidden, inner)
@@ -121,6 +122,7 @@ def test_transposed_stacks() -> None:
         for clamped in (False, True)
     ],
 )
+@pytest.mark.cases(1)
 def test_other_forms(
     stored: str, tokens: int, hidden: int, inner: int, clamped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_length_without_room_is_refused() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"max_new_tokens": 12}, {"max_length": 25}, {"max_new_tokens": 24, "eos_token_id": [3, 50, 44]}]
 )
+@pytest.mark.cases(1)
 def test_greedy_tokens_are_those_of_generate(options: dict[str, Any]) -> None:
     config = GenerationConfig(**options)
     ids = torch.tensor([PROMPT])

@@ -40,6 +40,7 @@ def test_scores_are_those_of_a_plain_forward(drafts: int) -> None:
         assert all(len(each.top) == 2 for each in score.logprobs)
 
 
+@pytest.mark.thorough
 def test_what_greedy_decoding_says_is_greedy_and_nothing_else() -> None:
     model = wrap(tiny_llama())
     (prompt,) = random_prompts((12,))

@@ -151,6 +151,7 @@ def requests(draw: st.DrawFn, name: str, most: int) -> tuple[list[int], list[str
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize(("most", "whole"), [pytest.param(12, 150, marks=pytest.mark.slow), (90, 40)])
+@pytest.mark.cases(1)
 def test_every_stream_is_what_the_definition_says(name: str, most: int, whole: int) -> None:
     @settings(max_examples=examples(whole), deadline=None)
     @given(requests(name, most))
@@ -162,6 +163,7 @@ def test_every_stream_is_what_the_definition_says(name: str, most: int, whole: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.cases(1)
 def test_the_text_of_a_request_without_stops_is_the_tokenizers(name: str) -> None:
     @settings(max_examples=examples(60), deadline=None)
     @given(requests(name, 200))
@@ -200,6 +202,7 @@ LONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
+@pytest.mark.cases(1)
 def test_a_long_answer_is_decoded_in_windows(kind: str, stops: list[str]) -> None:
     """Tokens decoded grow with the length, not with its square."""
     name, cycle = LONG[kind]
@@ -354,6 +357,7 @@ def written(tokenizer: Any, ids: Sequence[int]) -> bytes:
 @pytest.mark.parametrize("name", ["byte_fallback", "byte_level", "metaspace", "LetterTokenizer"])
 @settings(max_examples=examples(150))
 @given(data=st.data())
+@pytest.mark.cases(1)
 def test_bytes_of_tokens_are_those_of_their_text(name: str, data: st.DataObject) -> None:
     """Also of tokens that are parts of a character, and of decoders that drop the first space."""
     tokenizer = TOKENIZERS[name]

@@ -86,6 +86,7 @@ def right() -> list[list[int]]:
     return [oracle(tuple(prompt)) for prompt in PROMPTS]
 
 
+@pytest.mark.thorough
 def test_the_bias_decides_some_tokens_and_not_all() -> None:
     plain, biased = [oracle(tuple(p), 0.0) for p in PROMPTS], right()
     assert all(a != b for a, b in zip(plain, biased, strict=True))
@@ -97,6 +98,7 @@ def test_the_bias_decides_some_tokens_and_not_all() -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_tokens_are_those_of_a_logits_processor(drafts: int) -> None:
     """Operator by operator: plain rounds and drafted ones, prompts in chunks beside them."""
     completions = answers(engine_with(drafts, False), GREEDY)
@@ -106,6 +108,7 @@ def test_tokens_are_those_of_a_logits_processor(drafts: int) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.cases(1)
 def test_tokens_from_graphs_are_too(
     drafts: int,
     graphs_on_cpu: list[Any],  # noqa: F811
@@ -133,6 +136,7 @@ def test_tokens_from_graphs_are_too(
         *(pytest.param(*own, marks=pytest.mark.long) for own in ((0, False), (3, True))),
     ],
 )
+@pytest.mark.cases(1)
 def test_rows_that_are_opened_again_keep_their_bias(drafts: int, graphs: bool, request: Any) -> None:
     """After preemptions, and after interrupts: columns follow from the tokens."""
     if graphs:
@@ -172,6 +176,7 @@ def sampled_oracle(prompt: list[int], completion: Any, params: SamplingParams) -
     ],
 )
 @torch.no_grad()
+@pytest.mark.cases(1)
 def test_sampled_tokens_are_decided_by_the_biased_distribution(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")
@@ -183,6 +188,7 @@ def test_sampled_tokens_are_decided_by_the_biased_distribution(drafts: int, grap
 
 
 @pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.cases(1)
 def test_a_step_that_ignores_the_drafted_prefix_is_seen(graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

@@ -73,6 +73,7 @@ PLACES = st.tuples(st.integers(0, LONGEST - 2 * DRAFTS), st.integers(0, DRAFTS))
     st.sampled_from([1, 3, 16]),
     st.sampled_from([8, 128]),
 )
+@pytest.mark.thorough
 def test_a_fixed_shape_lists_the_pages_of_a_ragged_round(
     rounds: list[list[tuple[int, int]]], page_size: int, tile: int
 ) -> None:

@@ -38,6 +38,7 @@ def runner_of(spec: Any, functions: Recurrences, dtype: torch.dtype, drafts: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [CONV, *SCANS.values()], ids=["convolution", *SCANS])
+@pytest.mark.cases(1)
 def test_right_functions_pass_and_wrong_ones_do_not(spec: Any, dtype: torch.dtype) -> None:
     recurrence_self_test(runner_of(spec, replace(REFERENCE, name="the same"), dtype))
     recurrence_self_test(runner_of(spec, replace(REFERENCE, name="the same"), dtype, drafts=0))
@@ -86,6 +87,7 @@ def test_nan_and_outputs_of_no_row_are_noticed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_loading_runs_it_where_logits_in_half_precision_show_nothing() -> None:
     model = tiny_hybrid("qwen3_next").bfloat16()
     head = RecallHead([[1, 2]], 0.6).bfloat16()
@@ -98,6 +100,7 @@ def test_loading_runs_it_where_logits_in_half_precision_show_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():

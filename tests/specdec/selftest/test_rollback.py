@@ -74,6 +74,7 @@ def model_of(name: str, drafts: int = 3) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", pytest.param("falcon_h1", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_a_wrong_recurrence_is_refused_by_the_self_test(name: str) -> None:
     wrapped = model_of(name)
     target = wrapped.target
@@ -87,6 +88,7 @@ def test_a_wrong_recurrence_is_refused_by_the_self_test(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_few_drafts_show_a_wrong_replay_as_well(drafts: int) -> None:
     target = model_of("qwen3_next", drafts).target
     for defect in ("no replay", "replay one short", "drafts folded in"):
@@ -97,6 +99,7 @@ def test_few_drafts_show_a_wrong_replay_as_well(drafts: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [d for d in DEFECTS if d != "wrong slot"])
+@pytest.mark.cases(1)
 def test_the_small_copy_shows_it_too(defect: str, every_self_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.recurrence.runner.recurrences_of", lambda device: DEFECTS[defect])
     with pytest.raises(UnsupportedModelError, match="a small copy of it"):

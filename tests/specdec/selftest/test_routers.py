@@ -63,6 +63,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_near_ties_of_routers_do_not_fail_it(target: Any) -> None:
     assert self_test(target) < 0.1
     with (
@@ -92,6 +93,7 @@ def weaker(output: torch.Tensor, metadata: Any) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [verification, second_row, row_alone, weaker])
+@pytest.mark.cases(1)
 def test_what_is_wrong_is_seen_beside_near_ties(target: Any, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TorchBackend.run
 
@@ -104,6 +106,7 @@ def test_what_is_wrong_is_seen_beside_near_ties(target: Any, wrong: Wrong, monke
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_a_router_that_depends_on_the_batch_is_seen(target: Any) -> None:
     """In batches of several rows it chooses other experts than alone: all else is equal, given its choices."""
     experts = next(m for name, m in target.hf_model.named_modules() if name.endswith(".mlp.experts"))
@@ -149,6 +152,7 @@ def test_a_recurrent_mixture_is_compared_so_too() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 def test_ranks_read_on_together(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is right here by the first reading is read again where another rank's is not: it would wait for this one."""
     monkeypatch.setattr(selftest, "_limit", lambda target, error: 1.0)

@@ -24,6 +24,7 @@ FULL_SIZE = ["deepseek_v3", "gemma3", "gpt_oss", "qwen3_moe", "gemma4", "phi4_mu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FULL_SIZE)
+@pytest.mark.cases(1)
 def test_the_twin_of_a_published_size_is_exact_and_quick(kind: str) -> None:
     """From class and configuration alone: the weights of the model itself are never built here."""
     config = AutoConfig.for_model(kind)

@@ -39,6 +39,7 @@ def target(folder: Path, sizes: dict[str, Any], dtype: torch.dtype) -> Target:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
         for k, defect in enumerate(("slot", "position"))
     ],
 )
+@pytest.mark.cases(1)
 def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
     tmp_path: Path, sizes: dict[str, Any], dtype: torch.dtype, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

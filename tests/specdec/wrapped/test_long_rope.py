@@ -109,6 +109,7 @@ def said(wrapped: Any, prompts: Any) -> list[list[int]]:
     ],
 )
 @pytest.mark.usefixtures("every_self_test")
+@pytest.mark.cases(1)
 def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) -> None:
     """In one ragged batch, read in chunks; the twin passes the original length, too."""
     prompts, answers = answers_of(kind)
@@ -129,6 +130,7 @@ def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) 
 @pytest.mark.parametrize(
     ("kind", "drafts"), [("llama", 3), ("phi3", 0), pytest.param("phi3", 3, marks=pytest.mark.long)]
 )
+@pytest.mark.thorough
 def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cpu: None) -> None:  # noqa: F811
     prompts, answers = answers_of(kind)
     head = scripted(kind) if drafts else None
@@ -149,6 +151,7 @@ def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", pytest.param("phi3", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_pages_with_short_and_with_long_factors_are_not_shared(kind: str) -> None:
     """The same first tokens in a short prompt, in a long one, and in a long one again."""
     prompts, answers = answers_of(kind)
@@ -169,6 +172,7 @@ def test_pages_with_short_and_with_long_factors_are_not_shared(kind: str) -> Non
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.long] * (k in ("minicpm3", "phimoe"))) for k in KINDS]
 )
+@pytest.mark.cases(1)
 def test_the_tables_hold_what_the_modules_compute(kind: str) -> None:
     """cos and sin bit by bit, in compiled code as well; afterwards the module is as it was."""
     model, x = model_of(kind), torch.zeros(1)

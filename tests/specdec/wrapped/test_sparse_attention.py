@@ -48,6 +48,7 @@ def wrapped(kind: str, **options: Any) -> SpeculativeModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.long] * (k in ALIKE)) for k in SPARSE])
 @pytest.mark.usefixtures("every_self_test")
+@pytest.mark.thorough
 def test_up_to_as_many_tokens_as_an_indexer_chooses_attention_is_dense(kind: str) -> None:
     model, answers = answered(kind)
     ran: list[Any] = []
@@ -83,6 +84,7 @@ def test_a_length_beyond_what_an_indexer_chooses_is_refused_by_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("every_self_test")
+@pytest.mark.thorough
 def test_two_attentions_a_layer() -> None:
     _, answers = answered("longcat_flash")
     with wrapped("longcat_flash") as served:

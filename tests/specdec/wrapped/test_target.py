@@ -80,6 +80,7 @@ def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     "kind",
     [pytest.param(n, marks=[pytest.mark.long] * (n in ("qwen3", "mistral", "olmo2"))) for n in RIGHT],
 )
+@pytest.mark.cases(1)
 def test_a_supported_family_comes_out_right(kind: str) -> None:
     model = build(kind, RIGHT[kind])
     wrapped = wrap(model, max_model_len=100)
@@ -196,6 +197,7 @@ def test_aux_hidden_states_are_those_of_the_model(aux_layers: tuple[int, ...]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aux_layers", [pytest.param((2,), marks=pytest.mark.long), (3, 1, FINAL_NORM)])
+@pytest.mark.thorough
 def test_a_compiled_forward_has_its_aux_hidden_states_copied_in_one_launch(aux_layers: tuple[int, ...]) -> None:
     """One token more than counts, as a batch of one has; all in their places, nothing after the last row."""
     model, ids = tiny_llama(context=0.35), torch.tensor(random_prompts([9]))
@@ -216,6 +218,7 @@ def test_a_compiled_forward_has_its_aux_hidden_states_copied_in_one_launch(aux_l
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_compiled_forward_of_too_few_tokens_is_noticed() -> None:
     model, ids = tiny_llama(), torch.tensor(random_prompts([9]))
     recorder, torch_compiled = recorder_of(model, (1, 2), 16), torch.compile(model, backend="eager", fullgraph=True)
@@ -288,6 +291,7 @@ def test_the_probe_does_not_change_the_model() -> None:
 @pytest.mark.parametrize(
     "kind", ["llama", "gpt_oss", *(pytest.param(k, marks=pytest.mark.long) for k in ("gemma2", "mixtral"))]
 )
+@pytest.mark.cases(1)
 def test_rounding_does_not_fail_the_self_test(kind: str, dtype: torch.dtype) -> None:
     if kind in ("mixtral", "gpt_oss") and dtype == torch.float64:
         pytest.skip("transformers' expert kernels have no float64 on CPU")

@@ -81,6 +81,7 @@ def target(model: Any) -> Target:
 @pytest.mark.parametrize(
     "name", ["FP8 by token", *(pytest.param(n, marks=pytest.mark.long) for n in ("FP8 by tensor, static", "torchao"))]
 )
+@pytest.mark.thorough
 def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 layers: as near as the model that is not quantised (0.12); with rounding 0.42, 0.41 and 0.24."""
     deep = target(MAKERS[name](32, tmp_path))
@@ -98,6 +99,7 @@ def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         *(pytest.param(*own, marks=pytest.mark.long) for own in (("FP8 by token", "position"), ("torchao", "slot"))),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_wrong_slot_or_position_is_refused(
     name: str, defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

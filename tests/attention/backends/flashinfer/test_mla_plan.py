@@ -104,6 +104,7 @@ def check_plan(rows: list[tuple[int, int]], heads: int, sms: int) -> SplitKV:
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(ROWS, HEADS, SMS)
+@pytest.mark.thorough
 def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     check_plan(rows, heads, sms)
 
@@ -121,6 +122,7 @@ def test_a_row_of_65_536_keys_beside_short_ones(query_len: int, heads: int) -> N
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(ROWS, st.integers(1, 12), HEADS, SMS)
+@pytest.mark.thorough
 def test_a_split_that_stays_is_that_of_the_new_lengths(
     rows: list[tuple[int, int]], more: int, heads: int, sms: int
 ) -> None:

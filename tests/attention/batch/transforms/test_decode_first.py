@@ -66,6 +66,7 @@ def arrays(batch: HostBatch) -> dict[str, tuple[np.dtype, list[int]]]:
 
 @settings(deadline=None)
 @given(ROWS, st.integers(1, 6), st.integers(0, 9))
+@pytest.mark.thorough
 def test_reordered_and_back_is_the_batch_and_its_attention(
     rows: list[tuple[int, int]], longest: int, seed: int
 ) -> None:

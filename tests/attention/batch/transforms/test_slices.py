@@ -86,6 +86,7 @@ def assert_equal(found: dict[str, np.ndarray], whole: HostBatch) -> None:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(layers(), st.data())
+@pytest.mark.thorough
 def test_request_slices_are_the_whole_in_any_order(layer: PagedLayer, data: st.DataObject) -> None:
     whole = layer.batch
     parts = request_slices(whole, cuts_of(data, whole.num_reqs))
@@ -101,6 +102,7 @@ def test_request_slices_are_the_whole_in_any_order(layer: PagedLayer, data: st.D
 @pytest.mark.slow
 @settings(deadline=None)
 @given(layers(), st.data())
+@pytest.mark.thorough
 def test_token_slices_are_the_whole_in_their_order(layer: PagedLayer, data: st.DataObject) -> None:
     whole = layer.batch
     cuts = cuts_of(data, whole.num_tokens)
@@ -115,6 +117,7 @@ def test_token_slices_are_the_whole_in_their_order(layer: PagedLayer, data: st.D
 @pytest.mark.slow
 @settings(deadline=None)
 @given(layers(), st.data(), st.integers(1, 3))
+@pytest.mark.thorough
 def test_slices_of_attention_in_chunks(layer: PagedLayer, data: st.DataObject, pages: int) -> None:
     """Transforms compose: slices of the virtual rows, and the virtual rows of slices."""
     chunk, cuts = pages * layer.batch.page_size, cuts_of(data, layer.batch.num_tokens)

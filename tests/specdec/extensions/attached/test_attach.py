@@ -183,6 +183,7 @@ def same(found: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.cases(1)
 def test_greedy_calls_give_what_transformers_gives(attached: Any, target: Any, case: str) -> None:
     rounds = target.handle.model.engine_stats.rounds
     same(call(attached, CASES[case]), call(target.plain, CASES[case]))
@@ -213,6 +214,7 @@ def test_what_is_not_served_is_refused_by_name_or_runs_as_before(attached: Any, 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sampled_calls_repeat_by_torchs_seed_and_follow_the_distribution(attached: Any, target: Any) -> None:
     options = {"inputs": IDS, "do_sample": True, "top_k": 6, "temperature": 1.2, "max_new_tokens": 3}
     assert call(attached, options).tolist() == call(attached, options).tolist()
@@ -275,6 +277,7 @@ def test_a_call_may_go_on_past_the_models_own_end(attached: Any, target: Any, mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [(9, 10), (12, 14), (8, 10), (0, 4)], ids=["first", "two", "over the end", "prompt"])
+@pytest.mark.cases(1)
 def test_stop_strings_end_where_transformers_ends(attached: Any, target: Any, places: tuple[int, int]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(builtin_path("gsm-llama"))
     stop = tokenizer.decode(call(target.plain, greedy())[0, slice(*places)])
@@ -337,6 +340,7 @@ def test_streamers_get_every_token(attached: Any, target: Any, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_copies_are_plain_models(tmp_path: Path) -> None:
     target = copy.deepcopy(tiny_llama())
     right = call(target.generate, CASES["plain"]).tolist()
@@ -440,6 +444,7 @@ def test_what_is_no_model_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_with_modules_of_its_own_needs_no_tokenizer() -> None:
     """Its multi-token-prediction module is checked on a text, by the tokenizer beside its weights."""
     model: Any = AutoModelForCausalLM.from_pretrained(builtin_path("gsm-deepseek"), dtype=torch.float32)

@@ -36,6 +36,7 @@ def own(target: Any) -> Iterator[CustomGenerate]:
 
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - NOT_PREPARED))
+@pytest.mark.cases(1)
 def test_the_callable_gives_what_transformers_gives(own: CustomGenerate, target: Any, case: str) -> None:
     found = call(target.generate, {**CASES[case], "custom_generate": own})
     same(found, call(target.generate, CASES[case]))
@@ -113,6 +114,7 @@ print(json.dumps([found, right, positional, by_name[0].tolist(), rounds]))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_folder_speculates_by_itself(tmp_path: Path) -> None:
     out = tmp_path / "speculates"
     done = CliRunner().invoke(cli, ["export", "gsm-llama-eagle3", "--layout", "custom_generate", "--out", str(out)])

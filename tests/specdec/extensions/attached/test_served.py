@@ -138,6 +138,7 @@ def test_autocast_is_refused_by_name(attached: Any, target: Any, fallback: Calla
 
 
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.cases(1)
 def test_a_class_with_a_generate_of_its_own_keeps_it(own: bool) -> None:
     target = copy.deepcopy(tiny_llama())
 

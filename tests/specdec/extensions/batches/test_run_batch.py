@@ -157,6 +157,7 @@ ROWS = st.one_of(
     st.lists(ROWS, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.lists(st.integers(0, 5), max_size=3), st.data()
 )
 @settings(deadline=None)
+@pytest.mark.thorough
 def test_any_file_however_often_it_is_killed(
     tmp_path_factory: pytest.TempPathFactory, rows: list[bytes], end: bytes, kills: list[int], data: st.DataObject
 ) -> None:

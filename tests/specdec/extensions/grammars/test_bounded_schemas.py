@@ -173,6 +173,7 @@ def test_answers_of_five_hundred_schemas_with_bounds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_answers_schemas_with_bounds() -> None:
     """Greedy and sampled, with drafts and without."""
     asked: list[tuple[dict[str, Any], SamplingParams]] = []

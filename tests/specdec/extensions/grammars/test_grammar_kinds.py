@@ -35,6 +35,7 @@ QUESTIONS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("gsm-llama", marks=pytest.mark.long), "gsm-deepseek"])
+@pytest.mark.thorough
 def test_the_built_in_pairs(name: str) -> None:
     """Greedy tokens are those without drafts: of modules; in `make test` test_many_grammars.py has the head's."""
     asked = [(q, SamplingParams(24, grammar=own)) for q in QUESTIONS for own in OF_QUESTIONS]
@@ -48,6 +49,7 @@ def test_the_built_in_pairs(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("mamba2", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_targets_with_recurrent_layers(kind: str) -> None:
     """Rejected drafts leave the states of layers and of grammars as they were."""
     target = tiny_hybrid(kind)
@@ -61,6 +63,7 @@ def test_targets_with_recurrent_layers(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_eight_threads() -> None:
     asked, expected = mixed(GRAMMARS)
     model = made(kv_cache_tokens=120, max_model_len=60)
@@ -104,6 +107,7 @@ def one_position_late(patch: pytest.MonkeyPatch) -> None:
         *(pytest.param(0, plant, marks=pytest.mark.long) for plant in (None, hotter, one_position_late)),
     ],
 )
+@pytest.mark.thorough
 def test_sampled_tokens_have_the_distribution_of_the_masked_target(k: int, plant: Any) -> None:
     """A bigram model, and a grammar that allows some tokens after a letter and others after a digit: 300 answers of 40
     tokens. What it finds: a temperature of 1.12, and masks of the position before."""

@@ -120,6 +120,7 @@ def tokens(model: Any, asked: list[Any]) -> list[list[int]]:
     ("k", "ahead"),
     [(0, False), (K, False), (K, True), *(pytest.param(*own, marks=pytest.mark.long) for own in FURTHER)],
 )
+@pytest.mark.cases(1)
 def test_greedy_tokens_are_those_of_generate_with_an_oracle(k: int, ahead: bool) -> None:
     """In batches with free rows, prompts in chunks, more requests than rows."""
     model = made(num_speculative_tokens=max(k, 1))
@@ -155,6 +156,7 @@ def test_without_a_head_no_round_is_launched_before_the_last_is_read(ahead: bool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, pytest.param(K, marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_markers_begin_and_end_a_grammar_anywhere_in_a_round(k: int) -> None:
     """Several times in one answer; tokens that end the marker and go on as the grammar cannot do not come."""
     model = made(num_speculative_tokens=max(k, 1))
@@ -171,6 +173,7 @@ SEEDS = (14, 10, 18, 26)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(MARKED)))
+@pytest.mark.thorough
 def test_markers_at_every_offset_of_a_round(case: int) -> None:
     """Drafts are the right tokens, or in a few places others: rounds accept up to all of them, from any position on."""
     grammar, oracle = MARKED[case]
@@ -211,6 +214,7 @@ def begin_of(grammar: Grammar | None) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [GRAMMARS, MARKED])
+@pytest.mark.thorough
 def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # noqa: F811
     options = {"logit_bias": FAVOUR} if cases is MARKED else {}
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 36, "tokenizer": tokenizer()}
@@ -222,6 +226,7 @@ def test_rounds_from_graphs(graphs_on_cpu: list[Any], cases: Any) -> None:  # no
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sampled_rounds_from_graphs(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """They are launched before the commit: what was accepted is known from the read alone."""
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "tokenizer": tokenizer()}
@@ -248,6 +253,7 @@ def test_drafts_are_those_of_the_row_when_others_have_left(graphs_on_cpu: list[A
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_preempted_requests_go_on_where_their_grammar_stood() -> None:
     model = made(kv_cache_tokens=76, max_model_len=60, enable_prefix_caching=False)
     asked, expected = mixed(GRAMMARS)
@@ -255,6 +261,7 @@ def test_preempted_requests_go_on_where_their_grammar_stood() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_interrupt_at_any_round_changes_nothing() -> None:
     model = made()
     asked, expected = mixed([*GRAMMARS[:2], MARKED[2]])
@@ -267,6 +274,7 @@ def test_an_interrupt_at_any_round_changes_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.long), K])
+@pytest.mark.thorough
 def test_a_matcher_of_the_users_own(k: int) -> None:
     model = made(num_speculative_tokens=max(k, 1))
     cases: list[Any] = [(Matcher(oracle.pattern), oracle) for _, oracle in GRAMMARS]
@@ -300,6 +308,7 @@ def test_a_grammar_that_nothing_can_go_on_ends_its_request_alone(temperature: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.long), K])
+@pytest.mark.cases(1)
 def test_drafts_that_lead_nowhere_harm_nobody(k: int) -> None:
     """After a draft "l" nothing could come; the target says otherwise, and its request goes on."""
     grammar, nowhere = Grammar.regex("(?:lé|[ab]{2,6})+1"), SPELLED.index("l")
@@ -421,6 +430,7 @@ def test_a_grammar_begins_anew_where_other_tokens_were_taken() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, K])
+@pytest.mark.cases(1)
 def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are accepted; without a head they are all the drafts that there are."""
     give = GrammarColumns.give_forced
@@ -448,6 +458,7 @@ def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatc
         pytest.param(SOME, True, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.cases(1)
 def test_first_drafts_are_the_best_that_may_come(
     known: Sequence[int], batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def compare(seeds: range, models: dict[int, SpeculativeModel]) -> list[Completio
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tokens_under_a_grammar_are_those_without_drafts(models: dict[int, SpeculativeModel]) -> None:
     plain = compare(range(24), models)
     eos = models[0].tokenizer.eos_token_id
@@ -131,6 +132,7 @@ def test_two_hundred_grammars(models: dict[int, SpeculativeModel]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"min_new_tokens": 6}, {"suppress_tokens": [1, 2]}])
+@pytest.mark.cases(1)
 def test_options_that_leave_nothing_are_named_with_drafts_too(
     options: dict[str, Any], models: dict[int, SpeculativeModel]
 ) -> None:

@@ -91,6 +91,7 @@ def test_bounds_in_one_unit_interval(strict: tuple[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [*KEYS, ("exclusiveMinimum", "exclusiveMaximum")])
 @pytest.mark.parametrize("kind", ["number", pytest.param("integer", marks=pytest.mark.long)])
+@pytest.mark.cases(1)
 def test_every_two_bounds(keys: tuple[str, str], kind: str) -> None:
     for low, high in itertools.combinations(BOUNDS, 2):
         schema = {"type": kind, keys[0]: low, keys[1]: high}

@@ -96,6 +96,7 @@ def test_grammars_whose_forced_tokens_are_not_asked_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.thorough
 def test_a_grammar_that_hangs_ends_its_request_alone(drafts: int, run_python: Any) -> None:
     """In a process of its own, because the threads left behind stay busy."""
     done = run_python(HANGS, str(drafts), env={**os.environ, "PYTHONPATH": str(ROOT)})

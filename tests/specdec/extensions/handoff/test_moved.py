@@ -85,6 +85,7 @@ def fresh(p: Any) -> bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_value_is_checked(pair: tuple[Any, Any]) -> None:
     p, d = pair
     data = fresh(p)

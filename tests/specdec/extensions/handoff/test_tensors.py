@@ -42,6 +42,7 @@ ENGINES = {"graphs": graphs, "eager": eager}
         ("eager", "graphs"),
     ],
 )
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(there: str, here: str) -> None:
     """Greedy and sampled, alone and beside rows that run, which lose their rows meanwhile."""
     p, d, stays = ENGINES[there](), ENGINES[here](max_num_seqs=3), ENGINES[here]()
@@ -63,6 +64,7 @@ def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(there: str, h
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_drafts_were_drawn_from_moves() -> None:
     """Planted defect: without it, rows are accepted by what the place held before."""
     p, d = graphs(), graphs()

@@ -86,6 +86,7 @@ def eagle3(**options: Any) -> Any:
     ],
     ids=["other sizes", "HND, prefixes", "no drafts", "fp8"],
 )
+@pytest.mark.cases(1)
 def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(
     options: dict[str, Any], there: dict[str, Any]
 ) -> None:
@@ -151,6 +152,7 @@ FURTHER += (("falcon_h1", pytest.mark.long), ("jamba", pytest.mark.long))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", *(pytest.param(n, marks=m) for n, m in FURTHER)])
+@pytest.mark.cases(1)
 def test_states_of_recurrent_layers_move(name: str) -> None:
     def load() -> Any:
         model = tiny_hybrid(name)
@@ -172,6 +174,7 @@ def test_states_of_recurrent_layers_move(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.long), pytest.param("jamba", marks=pytest.mark.long)]
 )
+@pytest.mark.thorough
 def test_states_move_between_engines_of_another_k(name: str) -> None:
     """Their rings differ; what moves does not: a state, and the last inputs of a convolution."""
     right = [greedy_text(name, prompt, 20) for prompt in PROMPTS]
@@ -207,6 +210,7 @@ def test_a_row_whose_states_lack_tokens_may_not_leave(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "group", "first"), [("gemma3_text", "window 20", (70 - 19) // 4), ("llama4_text", "chunks of 48", 48 // 4)]
 )
+@pytest.mark.thorough
 def test_windowed_groups_move_what_their_windows_show(kind: str, group: str, first: int) -> None:
     """Or their chunks: of the request of 48 tokens nothing, its next token begins one."""
     prompts, params = random_prompts((5, 70, 1, 41, 48)), [*PARAMS, GREEDY]
@@ -241,6 +245,7 @@ def test_a_group_without_pages_is_read_over_sockets() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::specdec.SpecdecWarning")
+@pytest.mark.thorough
 def test_quantised_targets_move_between_equal_weights() -> None:
     """Weights of two tensors, as torchao's: numbers and scales are part of the fingerprint."""
 
@@ -262,6 +267,7 @@ def test_quantised_targets_move_between_equal_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "phi3"])
+@pytest.mark.thorough
 def test_longrope_requests_keep_their_factors(kind: str) -> None:
     """Prompts around the length at which factors change; a Phi-3 that is just there reads all again in D."""
     prompts, answers = answers_of(kind)
@@ -301,6 +307,7 @@ def test_stop_strings_and_eos_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_preempted_after_the_move() -> None:
     """D has pages for little more than the prompts: requests that came lose them, and read their tokens again."""
     p, d, stays = eagle3(), eagle3(kv_cache_tokens=88), eagle3()
@@ -325,6 +332,7 @@ def test_preempted_after_the_move() -> None:
         ({"head": None, "num_speculative_tokens": 0}, "head"),
     ],
 )
+@pytest.mark.cases(1)
 def test_another_engine_is_refused_before_anything_is_read(
     options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,6 +587,7 @@ def test_refusals_of_bad_arguments() -> None:
         (attention.transport.transports.LocalTransport(), {"port": 3}, "port: options belong to a transport's name"),
     ],
 )
+@pytest.mark.cases(1)
 def test_a_transport_with_bad_options_is_refused_and_the_open_one_stays(
     transport: Any, options: dict[str, Any], words: str
 ) -> None:
@@ -637,6 +646,7 @@ def bytes_of(wrapped: Any, pages: Any) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_threads_share_both_engines() -> None:
     p, d, stays = eagle3(enable_prefix_caching=True), eagle3(enable_prefix_caching=True), eagle3()
     prompts = random_prompts((9, 21, 13, 30, 9, 17), seed=2)

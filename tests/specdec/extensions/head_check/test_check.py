@@ -83,6 +83,7 @@ def test_the_right_head_is_fine(model: SpeculativeModel) -> None:
         ),
     ],
 )
+@pytest.mark.thorough
 def test_a_wrong_reading_is_found_and_named(
     wrong: dict[str, Any], right: dict[str, Any], cause: str, model: SpeculativeModel
 ) -> None:
@@ -104,6 +105,7 @@ def of_other_lm_head(model: SpeculativeModel, change: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_head_without_skill_is_low_however_it_is_read(model: SpeculativeModel) -> None:
     found = checked(model, of_other_lm_head(model, lambda t: torch.randn_like(t) * t.std()))
     assert found.verdict == "low" and found.best is None
@@ -112,6 +114,7 @@ def test_a_head_without_skill_is_low_however_it_is_read(model: SpeculativeModel)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_map_of_other_rows_than_the_lm_heads_is_named(model: SpeculativeModel) -> None:
     """As with the d2t of another export: the drafts are as good as ever, and stand for other tokens."""
     head = model.head
@@ -169,6 +172,7 @@ def test_the_check_leaves_no_hook_on_the_target(model: SpeculativeModel) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_prompts_that_are_too_long_to_compare_are_refused(model: SpeculativeModel) -> None:
     with pytest.raises(InvalidInputError, match="tokens with its answer; at most 1024 are compared"):
         check_agreement(model, "eggs " * 1100)

@@ -76,6 +76,7 @@ def compare(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_llama_with_its_eagle3_head_and_preemption(two_ranks: Any) -> None:
     sizes = {"kv_cache_tokens": 112, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
     stats = compare("gsm-llama", "auto", TEXTS, num_speculative_tokens=4, **sizes)
@@ -111,6 +112,7 @@ def test_grammars_are_followed_on_the_first_rank(two_ranks: Any, draft: str | No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ids", [pytest.param(None, marks=pytest.mark.long), range(0, 2048, 2)])
+@pytest.mark.thorough
 def test_deepseek_with_its_module(two_ranks: Any, ids: Any) -> None:
     """Also where that drafts on every second token. What `session` has more does not depend on who drafts."""
     sizes = {"num_speculative_tokens": 4, "max_model_len": 96, "max_num_seqs": 4}
@@ -137,6 +139,7 @@ def test_tiny_models(two_ranks: Any, folders: Callable[[str], Path], name: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
     two_ranks: Any, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def answer(model: Any) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_bad_prompt_is_told_to_nobody(model: Any, answer: list[int]) -> None:
     with pytest.raises(InvalidInputError, match="outside the vocabulary"):
         model.generate([[1, 2], [3, 4000]], PARAMS)
@@ -108,6 +109,7 @@ def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int], interruptible: None) -> None:
     for delay in (0.05, 0.11, 0.2):
         timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
@@ -233,6 +235,7 @@ def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_killed_while_a_long_prompt_is_read_and_a_request_streams(
     folders: Callable[[str], Path], every_self_test: None, real_ranks: None
 ) -> None:
@@ -386,6 +389,7 @@ def built_in(every_self_test: None, new_processes: None) -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_wrong_drafts_of_a_rank_are_counted_and_harmless(built_in: Any) -> None:
     """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
     prompts = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day."]
@@ -409,6 +413,7 @@ def test_wrong_drafts_of_a_rank_are_counted_and_harmless(built_in: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_close_ends_the_processes(built_in: Any) -> None:
     pids = pids_of(built_in)
     assert alive(pids) == pids and len(pids) == 1
@@ -438,6 +443,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_nothing_outlives_a_crash(run_python: Any) -> None:
     """The rank is a new interpreter."""
     root = Path(__file__).resolve().parents[4]

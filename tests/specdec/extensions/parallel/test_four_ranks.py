@@ -59,6 +59,7 @@ def test_a_tiny_model_with_a_random_head(four_ranks: None, folders: Callable[[st
         *(pytest.param(name, session, marks=pytest.mark.long) for name in ("two-kv-heads", "deepseek-v3")),
     ],
 )
+@pytest.mark.thorough
 def test_tiny_models(four_ranks: None, folders: Callable[[str], Path], name: str, ask: Callable[..., Any]) -> None:
     compare(folders(name), None, LETTERS, 4, ask, tokenizer=LetterTokenizer(), **SIZES)
 

@@ -82,6 +82,7 @@ def patched(pair: tuple[Any, Any]) -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_between_one_rank_and_two_tokens_and_drafts_stay(pair: tuple[Any, Any]) -> None:
     """From bytes; greedy and sampled; a row of D's own runs meanwhile, and a stop string ends a request at once."""
     one, two = pair
@@ -143,6 +144,7 @@ def test_all_sizes(two_ranks: Any, name: str) -> None:
         pytest.param("gpt-oss", [(0, 1), (1, 1)], marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_repeated_heads_are_read_from_one_owner_and_windows_are_moved(
     two_ranks: Any, folders: Callable[[str], Path], name: str, heads: list[tuple[int, int]]
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_wrong_head_range_is_seen(pair: tuple[Any, Any], patched: Callable[...
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_that_is_late_to_grant_is_waited_for(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
     """Before P hands over. Planted: not waiting is seen."""
     one, two = pair
@@ -194,6 +197,7 @@ def test_a_rank_that_is_late_to_grant_is_waited_for(pair: tuple[Any, Any], patch
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_that_is_late_to_read_is_waited_for(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
     """Before D goes on and P's pages are free."""
     one, two = pair
@@ -220,6 +224,7 @@ def test_not_waiting_for_a_late_read_is_seen(pair: tuple[Any, Any], patched: Cal
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_late_reads_of_a_rank_keep_pages_in_quarantine_on_all(
     pair: tuple[Any, Any], patched: Callable[..., None]
 ) -> None:
@@ -239,6 +244,7 @@ def test_late_reads_of_a_rank_keep_pages_in_quarantine_on_all(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_reader_that_dies_and_one_that_never_comes(pair: tuple[Any, Any]) -> None:
     """P's pages come back after the lease, on every rank, and not before; so they do when a reader dies in a read."""
     one, two = pair
@@ -277,6 +283,7 @@ def test_a_read_that_is_refused_at_once_ends_on_every_rank(pair: tuple[Any, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, Any]) -> None:
     """Nobody is told of a reservation that fails: rows of neither rank are made anew because of it."""
     one, two = pair
@@ -299,6 +306,7 @@ def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, An
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_rank_of_the_source_that_is_killed_in_a_read_is_an_error_by_name(every_self_test: None) -> None:
     """D's pages are free once nothing writes to them, and it goes on; P is lost, as with any lost rank."""
     with load("gsm-llama", 1) as d, load("gsm-llama", 2) as p:

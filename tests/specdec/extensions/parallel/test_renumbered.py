@@ -47,6 +47,7 @@ def test_ranks_meet_whatever_their_processes_exchanged_before(tmp_path: Path, co
     assert exchanged(tmp_path / "meeting", counts, RenumberedStore) == expected
 
 
+@pytest.mark.thorough
 def test_with_torchs_own_numbers_they_do_not(tmp_path: Path) -> None:
     """Negative control."""
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):

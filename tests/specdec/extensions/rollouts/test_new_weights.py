@@ -26,6 +26,7 @@ def tokens(wrapped: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("given", ["mapping", "list", "iterator", "in bfloat16"])
+@pytest.mark.cases(1)
 def test_the_next_rollout_is_of_the_new_weights(given: str) -> None:
     """Though the prompt's pages were cached."""
     model = tiny_llama()
@@ -98,6 +99,7 @@ def broken(kind: str) -> Iterator[tuple[Any, Any]]:
         ("no text", "it has no 3"),
     ],
 )
+@pytest.mark.cases(1)
 def test_wrong_weights_are_named(kind: str, message: str) -> None:
     """A list is refused as a whole; of an iterator what came before is written, and the message says so."""
     model = tiny_llama()

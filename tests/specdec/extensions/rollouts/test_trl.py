@@ -51,6 +51,7 @@ def own_verbosity() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_verbosity")
 @pytest.mark.parametrize("way", ["attached", "rollout"])
+@pytest.mark.cases(1)
 def test_two_steps_of_grpo(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "examples"))

@@ -216,6 +216,7 @@ async def read_some(model: Any, prompt: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_handle_ends_completions_with_their_tokens(model: Any) -> None:
     async def ended() -> Any:
         stream = model.stream_async(PROMPTS[:2], ENDLESS)
@@ -272,6 +273,7 @@ def test_a_stream_that_is_dropped_or_left_is_ended(model: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_slow_reader_finds_few_updates_with_all_tokens_and_delays_nobody(model: Any) -> None:
     async def slow() -> Any:
         stream = model.stream_async([PROMPTS[0], PROMPTS[1]], max_new_tokens=100, ignore_eos=True, logprobs=0)
@@ -292,6 +294,7 @@ def test_a_slow_reader_finds_few_updates_with_all_tokens_and_delays_nobody(model
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_event_loop_is_woken_once_while_it_does_not_look(model: Any) -> None:
     async def blocked() -> int:
         loop, calls = asyncio.get_running_loop(), [0]
