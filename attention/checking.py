@@ -37,18 +37,18 @@ def require(condition: bool, message: str) -> None:
         raise InvariantError(message)
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """`value` as an int.
+def whole_number(name: str, value: Any) -> int:
+    """`value`, at least 1, as an int.
 
     Raises:
-        InvalidInputError: it is no whole number (numpy's are), or less than `least`.
+        InvalidInputError: it is no whole number (numpy's are), or less than 1.
     """
     try:
         number = index(value)
     except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise InvalidInputError(f"{name}={value!r}: allowed are whole numbers from {least} on")
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise InvalidInputError(f"{name}={value!r}: allowed are whole numbers from 1 on")
     return number
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +27,6 @@ from attention.spec import AttentionSpec, TemperatureTuning
 
 if TYPE_CHECKING:
     from attention.batch.transforms.local_attention import FixedLocalRows
-
-_EMPTY: Mapping[int, FixedLocalRows] = MappingProxyType({})
-"""The chunk sizes of a group without local attention."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,8 @@ class FixedPlanner:
         self,
         builders: dict[AttentionSpec, FixedMetadataBuilder],
         num_pages: int,
-        local: Mapping[int, FixedLocalRows] = _EMPTY,
-        others: tuple[FixedPlanner, ...] = (),
+        local: Mapping[int, FixedLocalRows],
+        others: tuple[FixedPlanner, ...],
     ) -> None:
         """num_pages: size of the pool. local: by chunk size, the virtual rows of layers with chunked attention.
 

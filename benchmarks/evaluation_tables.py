@@ -81,7 +81,7 @@ def lossless(document: Line) -> list[list[str]]:
 
 
 def accuracy_grid(document: Line) -> list[list[str]]:
-    """`specdec eval gsm8k --backends`: every row against the first of its model, question by question."""
+    """A grid over attention backends, of an `eval gsm8k --backends` that is gone: rows against their model's first."""
     table = [["model", "backend", "configuration", "task, filter", "right", "gained, lost", "McNemar's p"]]
     for row in document["rows"]:
         if "refused" in row:

@@ -58,8 +58,8 @@ def interrupt_in(error: BaseException) -> BaseException | None:
     return None
 
 
-def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
-    """Run a job that may fail, and run it once more, after `undo`, if it raises; what both runs raise is its fault.
+def raised_twice(job: Callable[[], object]) -> Exception | None:
+    """Run a job that may fail, and run it once more if it raises; what both runs raise is its fault.
 
     A request's tokenizer, stop strings or parameters may raise any exception. So may a signal handler or another
     thread meanwhile: such an exception is for the caller on this thread.
@@ -76,17 +76,15 @@ def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = 
     except Exception as error:
         first = error
     try:
-        return raised_again(first, job, undo)
+        return raised_again(first, job)
     finally:
         del first
 
 
-def raised_again(first: Exception, job: Callable[[], object], undo: Callable[[], object] | None) -> Exception | None:
+def raised_again(first: Exception, job: Callable[[], object]) -> Exception | None:
     """`raised_twice` from where the job's first run has raised `first`."""
     try:
         if not is_from_signal(first):
-            if undo is not None:
-                undo()
             job()
     except Exception as error:
         if is_from_signal(error):

@@ -343,6 +343,12 @@ def guests_of(wrapped: Any) -> Any:
     return moving_requests(engine_of(wrapped))
 
 
+def late_pages(wrapped: Any) -> set[int]:
+    """Pages of the target's first group that a late read may still write to."""
+    reserved = guests_of(wrapped).held.reserved.values()
+    return {page for own in reserved if own.settled is not None for page in own.pages[0]}
+
+
 def scheduler_of(wrapped: Any) -> Any:
     """The `Scheduler` of the model's engine."""
     return engine_of(wrapped).scheduler

@@ -43,7 +43,7 @@ class Segment:
     slots: Tensor
     mask: Tensor | None
     shape: tuple[int, int, int]
-    bias: Tensor | None = None
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)

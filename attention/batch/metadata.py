@@ -189,7 +189,7 @@ class BatchSection:
 
 
 def batch_sizes(
-    name: str, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
+    name: str, rows: int, tokens: int, pages: int, entries: int | None, groups: Sequence[int]
 ) -> dict[str, int]:
     """Sizes of the dimensions of a `BatchSection` of this name for at most these rows, tokens and pages per row.
 

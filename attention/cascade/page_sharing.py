@@ -93,13 +93,10 @@ class CascadeCost:
         """Time that two levels save over flat attention, in µs; negative where they take longer."""
         return self.flat_us(rows, prefix_keys, own_keys) - self.cascade_us(rows, query_len, prefix_keys, own_keys)
 
-    def gain(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
-        """Speedup of two levels over flat attention."""
-        return self.flat_us(rows, prefix_keys, own_keys) / self.cascade_us(rows, query_len, prefix_keys, own_keys)
-
     def pays(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> bool:
         """Whether rows that share `prefix_keys` keys are attended in two levels."""
-        return self.gain(rows, query_len, prefix_keys, own_keys) >= LEAST_GAIN
+        two_levels = self.cascade_us(rows, query_len, prefix_keys, own_keys)
+        return self.flat_us(rows, prefix_keys, own_keys) / two_levels >= LEAST_GAIN
 
 
 LEAST_ROWS = 4

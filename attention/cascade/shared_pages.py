@@ -10,7 +10,7 @@ on pages 7 and 9, but the third has computed only one key of page 9, so it would
 with two pages are as much as three rows with one page, and fewer queries; so the third row attends alone:
 
 >>> table = np.array([[7, 9, 3], [7, 9, 4], [7, 9, 0]], np.int32)
->>> shared_prefix(table, np.array([8, 9, 5]), 4)
+>>> next(shared_prefixes(table, np.array([8, 9, 5]), 4))
 SharedPrefix(num_pages=2, rows=array([0, 1]), page_size=4)
 
 On an H200, with 2,048 shared and 256 own tokens, attention is 1.6 to 1.9 times faster for 32 rows and 1.7 to 3.2 times
@@ -30,9 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch.host import HostBatch
 from attention.cache.pages import NULL_PAGE
-from attention.checking import require
 from attention.errors import InvalidInputError
 
 
@@ -63,14 +61,6 @@ class SharedPrefix:
         pages = np.zeros(rows, np.int32)
         pages[self.rows] = self.num_pages
         return pages
-
-
-def shared_prefix(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> SharedPrefix | None:
-    """The pages and rows for which attending together leaves out the most keys; None where no two rows share a page.
-
-    The first of `shared_prefixes`, with its arguments and errors.
-    """
-    return next(shared_prefixes(block_table, num_computed_tokens, page_size), None)
 
 
 def shared_prefixes(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
@@ -167,65 +157,3 @@ def _same_page(block_table: np.ndarray, rows: np.ndarray, place: int) -> list[_G
     order = np.argsort(pages, kind="stable")
     parts = np.split(order, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1)
     return [_Group(rows[part], place + 1) for part in parts if len(part) > 1 and pages[part[0]] != NULL_PAGE]
-
-
-@dataclass(frozen=True)
-class Cascade:
-    """A batch in two levels.
-
-    Attributes:
-        tokens: [t] int64, the token rows of the batch whose queries see all of the prefix.
-        pages: [num_pages] int32, the prefix's pages. num_keys: number of keys on them.
-        suffix: all rows over the pages that are their own, with the batch's slots and rotary positions: those that
-            share the prefix count their keys after it.
-    """
-
-    tokens: np.ndarray
-    pages: np.ndarray
-    num_keys: int
-    suffix: HostBatch
-
-
-def cascade(batch: HostBatch, prefix: SharedPrefix) -> Cascade:
-    """Divide a batch at a prefix that `shared_prefix` found in it.
-
-    Raises:
-        InvariantError: it was found in another batch.
-
-    >>> from attention.batch.host import rows_batch
-    >>> table = np.array([[7, 9, 3], [7, 9, 4], [5, 0, 0]], np.int32)
-    >>> batch = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 1]), table, 4)
-    >>> two = cascade(batch, shared_prefix(table, batch.num_computed_tokens, 4))
-    >>> two.tokens.tolist(), two.pages.tolist(), two.num_keys
-    ([0, 1, 2], [7, 9], 8)
-    >>> two.suffix.num_computed_tokens.tolist(), two.suffix.seq_lens.tolist(), two.suffix.block_table.tolist()
-    ([0, 1, 1], [2, 2, 2], [[3, 0, 0], [4, 0, 0], [5, 0, 0]])
-    """
-    rows, cut = prefix.rows, prefix.num_pages
-    require(prefix.page_size == batch.page_size, "a prefix of another page size")
-    require(int(batch.num_computed_tokens[rows].min()) >= prefix.num_keys, "a row does not see all of the prefix")
-    require(not batch.other_groups, "a batch of several cache groups is divided group by group")
-    leading = batch.block_table[rows, :cut]
-    require(leading.shape[1] == cut and bool((leading == leading[:1]).all()), "the rows begin on different pages")
-    table = batch.block_table.copy()
-    table[rows, : table.shape[1] - cut] = batch.block_table[rows, cut:]
-    table[rows, table.shape[1] - cut :] = NULL_PAGE
-    before = np.zeros(batch.num_reqs, np.int32)
-    before[rows] = prefix.num_keys
-    members = np.zeros(batch.num_reqs, bool)
-    members[rows] = True
-    suffix = HostBatch(
-        query_start_loc=batch.query_start_loc,
-        seq_lens=batch.seq_lens - before,
-        num_computed_tokens=batch.num_computed_tokens - before,
-        block_table=table,
-        slot_mapping=batch.slot_mapping,
-        positions=batch.positions,
-        page_size=batch.page_size,
-    )
-    return Cascade(
-        tokens=np.flatnonzero(np.repeat(members, batch.query_lens)),
-        pages=batch.block_table[rows[0], :cut],
-        num_keys=prefix.num_keys,
-        suffix=suffix,
-    )

@@ -72,7 +72,7 @@ class Probe:
     calls: tuple[AttentionCall, ...]
     vocab_size: int
     selects_rows: bool
-    recurrent_calls: tuple[RecurrentCall, ...] = ()
+    recurrent_calls: tuple[RecurrentCall, ...]
 
 
 def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:

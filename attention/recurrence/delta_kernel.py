@@ -349,11 +349,11 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     tl.store(ring_v_at, raw_v, mask=(j >= committed) & (j < count) & in_v)
 
 
-def launch_delta_short(call: Inputs, tiling: ShortTiling | None = None) -> None:
+def launch_delta_short(call: Inputs) -> None:
     """Rows with up to MOST_INPUTS replayed and own tokens, and zeros for tokens of no row; other rows are left as they
     are. Gates of a head only."""
     _, heads, dim_v = call.v.shape
-    tiles = short_tiling(dim_v) if tiling is None else tiling
+    tiles = short_tiling(dim_v)
     constants, rows = call.constants, call.rows
     facts = launch_solve(call)
     _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](

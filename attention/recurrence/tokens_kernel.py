@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.recurrence.kernel_rows import Inputs, StateTiling, facts_of_row, state_tiling, times, zero_padding
+from attention.recurrence.kernel_rows import Inputs, facts_of_row, state_tiling, times, zero_padding
 
 
 @triton.jit
@@ -156,12 +156,12 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
                 tl.store(ring_g_ptr + ring_at, g, mask=block == 0)
 
 
-def launch_tokens(call: Inputs, most_tokens: int, tiling: StateTiling | None = None, least_inputs: int = 0) -> None:
+def launch_tokens(call: Inputs, most_tokens: int, least_inputs: int = 0) -> None:
     """Rows with up to `most_tokens` tokens, and at least `least_inputs` with the replayed ones, and zeros for tokens of
     no row; other rows are left as they are."""
     _, heads, dim_v = call.v.shape
     rows = len(call.rows.slots)
-    tiles = state_tiling(heads * rows, dim_v, call.k.shape[2]) if tiling is None else tiling
+    tiles = state_tiling(heads * rows, dim_v, call.k.shape[2])
     skip: Tensor = call.v if call.skip is None else call.skip
     _tokens_kernel[(triton.cdiv(dim_v, tiles.block), heads, rows + 1)](
         *call.tensors, skip, call.out, call.state, *call.ring, *call.rows.arrays, call.scale, len(call.v), most_tokens,

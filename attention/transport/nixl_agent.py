@@ -190,7 +190,7 @@ class NixlRead:
     bounds: Sequence[Bound]
     lock: threading.RLock
     errors: tuple[type[Exception], ...]
-    error: Exception | None = None
+    error: Exception | None
 
     def wait(self, deadline: float) -> None:
         """See `Read.wait`.

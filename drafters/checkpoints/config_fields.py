@@ -149,7 +149,7 @@ _ALWAYS, _EXPORTERS, _TARGETS = (
 _LAYER_LIST = re.compile(r"\w*(layer_ids|aux_layers|layers_to_capture)")
 
 
-def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool = True) -> tuple[ResolvedField, ...]:
+def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool) -> tuple[ResolvedField, ...]:
     """Report the keys of config.json that decide nothing, with their values.
 
     known: keys that are read, dotted where they are nested. layers_are_chosen: whether lists of layers in the file need

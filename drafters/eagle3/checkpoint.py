@@ -243,7 +243,7 @@ STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Names of dtypes in safetensors."""
 
 
-def target_of_files(path: str | Path, overrides: Eagle3Overrides = _NO_OVERRIDES) -> TargetFacts:
+def target_of_files(path: str | Path, overrides: Eagle3Overrides) -> TargetFacts:
     """Facts of the target that the own files of an EAGLE head imply, with tensors of zeros that take no memory.
 
     The number of layers is a guess that no choice depends on: a head whose aux layers follow from it is refused.

@@ -33,7 +33,6 @@ class Format:
 
     Attributes:
         name: used in reports.
-        first_layer: prefix of the first layer's tensors; every prefix is read, this one is written.
         architectures: words of config.json's `architectures` that only this exporter writes.
         keys: keys (dotted) that only this exporter writes.
         layer_config: the object that holds the decoder layer's own configuration without its class's default values;
@@ -47,7 +46,6 @@ class Format:
     """
 
     name: str
-    first_layer: str = "midlayer."
     architectures: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     layer_config: str | None = None
@@ -82,7 +80,6 @@ ANGELSLIM = Format("AngelSlim", architectures=("Eagle3LlamaForCausalLM",))
 """Source: Tencent/AngelSlim angelslim/compressor/speculative/train/configs."""
 DEEPSPEC = Format(
     "DeepSpec",
-    first_layer="layers.0.",
     architectures=("Qwen3Eagle3Model",),
     keys=("draft_num_hidden_layers", "step_loss_decay"),
     target="target_model_name_or_path",
@@ -90,7 +87,6 @@ DEEPSPEC = Format(
 """Source: deepseek-ai/DeepSpec deepspec/modeling/eagle3/common.py (ids), qwen3/modeling.py."""
 SPECULATORS = Format(
     "speculators",
-    first_layer="layers.0.",
     architectures=("Eagle3Speculator", "Eagle3DraftModel"),
     keys=("speculators_model_type", "speculators_config"),
     layer_config="transformer_layer_config",
@@ -185,9 +181,7 @@ Source: sgl-project/sglang 0.5.23, models/deepseek_v2.py, glm4_moe_lite.py (set_
 """
 
 
-def resolve_aux_layers(
-    config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str = ""
-) -> ResolvedField:
+def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides, model_type: str) -> ResolvedField:
     """Aux layers. Nested ids name the layer whose output is meant: aux layer = id + 1;
     unless the largest id is the number of layers, or the target is one of `_DEEPSEEK`: then, like top-level ids, they
     are aux layers already.

@@ -45,7 +45,7 @@ _MODELOPT_FLAGS = {
 _ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 
 
-def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
+def canonical_names(names: list[str], deep_norm: str) -> dict[str, str]:
     """Map the head's parameter names to the names in the files, without rotary buffers (`rotary_buffers`).
 
     `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm` (SGLang) or

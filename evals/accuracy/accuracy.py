@@ -118,7 +118,8 @@ def prepare(plan: AccuracyPlan) -> Prepared:
 def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
-    results = evaluate(model, prepared, store, report)
+    how: dict[str, Any] = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+    results = [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
     return {
@@ -141,13 +142,6 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
-
-
-def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) -> list[Json]:
-    """lm-eval's result of each of the plan's configurations."""
-    plan = prepared.plan
-    how: dict[str, Any] = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
-    return [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
 
 
 def _task_manager(plan: AccuracyPlan) -> TaskManager:
@@ -254,47 +248,3 @@ def _totals_only(summary: Json) -> Json:
     kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
     groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
     return {**summary, "timing": kept, "by_task": groups, "by_category": {}}
-
-
-GRID_SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Results of one model on one backend; settings: what its answers depend on.
-
-    results: (name of a configuration, lm-eval's result, whether a draft was verified) of each. Where the backend does
-    not serve this model, () and None, and its error is `refused`.
-    """
-
-    model: str
-    backend: str
-    settings: Json | None = None
-    results: tuple[tuple[str, Json, bool], ...] = ()
-    refused: str = ""
-
-
-def grid_document(measured: Sequence[Measured]) -> Json:
-    """The grid as a JSON document; `rows`: one for each configuration, task, filter and metric of a model on a backend.
-
-    A row is paired with the reference: the first configuration of the model's first backend that was not refused. The
-    reference's own row has `reference` true, and no difference.
-    """
-    references: dict[str, Json] = {}
-    rows: list[Json] = []
-    for one in measured:
-        names = {"model": one.model, "backend": one.backend}
-        if one.refused:
-            rows.append(names | {"refused": one.refused})
-            continue
-        reference = references.setdefault(one.model, one.results[0][1])
-        for name, result, tested in one.results:
-            facts: Json = {"arm": name, "tested": tested, "reference": result is reference}
-            rows += [names | facts | score for score in scores(reference, result)]
-    return {
-        "schema": "specdec.accuracy_grid",
-        "schema_version": GRID_SCHEMA_VERSION,
-        "provenance": [{"model": m.model, "backend": m.backend, "settings": m.settings} for m in measured],
-        "definitions": {"mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
-        "rows": rows,
-    }

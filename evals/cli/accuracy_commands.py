@@ -1,4 +1,4 @@
-"""`specdec eval gsm8k | humaneval | lm-eval`: accuracy through lm-eval, of one configuration or of a grid."""
+"""`specdec eval gsm8k | humaneval | lm-eval`: accuracy through lm-eval, with and without speculation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attention.backends.kinds import KINDS
 from evals.cli import eval_options as shared
 from evals.cli.eval_options import Options
 from evals.errors import require
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from evals.acceptance.summary import Json
-    from evals.accuracy.accuracy import Measured, Prepared
+    from evals.accuracy.accuracy import Prepared
 
 
 _shared_options = added(
@@ -43,33 +42,19 @@ _shared_options = added(
     epilog=examples(
         "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
         "specdec eval gsm8k --data DIR --tasks gsm8k,gsm8k_cot --limit 200 --output gsm8k.json",
-        "specdec eval gsm8k --tasks specdec_arithmetic --backends flashinfer,batch_invariant,flex,torch",
     ),
 )
 @option("--tasks", "gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's.", default="gsm8k")
 @option("--num-fewshot", "Examples in the prompt; default the task's.", click.IntRange(0))
 @option("--chat-template/--no-chat-template", "Default: with it where the tokenizer has one.")
-@option(
-    "--backends",
-    "Attention backends in one paired table, e.g. torch,flex; without --model over both built-in models.",
-    shared.Listed("text", click.Choice([name for name in KINDS if name != "auto"])),
-)
 @_shared_options
-def gsm8k(
-    tasks: str, num_fewshot: int | None, chat_template: bool | None, backends: tuple[str, ...] | None, **options: Any
-) -> None:
+def gsm8k(tasks: str, num_fewshot: int | None, chat_template: bool | None, **options: Any) -> None:
     """Accuracy with and without speculation on the same prompts, through lm-eval's own tasks.
 
     --data is a folder with train.jsonl and test.jsonl, or test.jsonl itself (train.jsonl must lie beside it), or a
     data folder as $SPECDEC_DATA. Without any of them lm-eval loads its data from the hub.
     """
-    if backends is not None and options["backend"] != "auto":
-        raise click.UsageError(f"--backends {','.join(backends)} and --backend {options['backend']} exclude each other")
-    prepared = _prepared(options, tuple(tasks.split(",")), num_fewshot=num_fewshot, chat_template=chat_template)
-    if backends is None:
-        _run(prepared, options)
-    else:
-        run_grid(prepared, backends, options)
+    _run(_prepared(options, tuple(tasks.split(",")), num_fewshot=num_fewshot, chat_template=chat_template), options)
 
 
 @click.command(
@@ -232,76 +217,3 @@ def _compared(row: Json) -> tuple[str, str, str, str]:
 def _untested(document: Json) -> bool:
     """Whether no draft was verified, so that there is no acceptance rate."""
     return document["arms"][1]["metrics"]["acceptance_rate"]["estimate"] is None
-
-
-BUILT_IN = (("gsm-llama", "auto"), ("gsm-deepseek", "mtp"))
-"""The built-in models with their heads."""
-
-
-def run_grid(prepared: Prepared, backends: tuple[str, ...], options: Options) -> None:
-    """Every backend over every pair, K=0 and K, as one table."""
-    from evals.accuracy.accuracy import grid_document
-    from evals.cli.commands import end
-    from specdec.cli.tables import make_console
-
-    pairs = BUILT_IN if options["model"] is None else ((options["model"], options["draft"]),)
-    measured = []
-    for model, draft in pairs:
-        for backend in backends:
-            given = {**options, "model": model, "draft": draft, "backend": backend}
-            measured.append(_measured(prepared, given))
-    document = grid_document(measured)
-    console = make_console()
-    _print_grid(console, document)
-    end(console, options, document)
-    if all(m.refused for m in measured) or any(not row.get("tested", True) for row in document["rows"]):
-        sys.exit(Verdict.NOT_TESTED.exit_code)
-
-
-def _measured(prepared: Prepared, options: Options) -> Measured:
-    """Evaluate one model on one backend; if the backend refuses it, its error is the result."""
-    from evals.accuracy.accuracy import Measured, evaluate, settings
-    from evals.runs.conversations import Worker
-    from specdec.errors import InvalidInputError, UnsupportedAttentionError
-
-    model, backend = options["model"], options["backend"]
-    try:
-        worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
-    except (InvalidInputError, UnsupportedAttentionError) as refusal:
-        return Measured(model, backend, refused=str(refusal))
-    with worker.models["main"] as loaded:
-        folder = None if options["run_dir"] is None else options["run_dir"] / f"{Path(model).name}-{backend}"
-        fixed = settings(prepared.plan, worker.facts()["main"])
-        with shared.recorded(folder, fixed, prepared.questions, 2) as (store, progress):
-            results = evaluate(loaded, prepared, store, progress)
-    drafting = {name for (_, name), answer in store.answers.items() if any(r.drafted for r in answer.rounds)}
-    pairs = zip(prepared.plan.arms, results, strict=True)
-    found = tuple((arm.name, result, not arm.k or arm.name in drafting) for arm, result in pairs)
-    return Measured(model, backend, fixed, found)
-
-
-def _print_grid(console: Console, document: Json) -> None:
-    from rich.table import Table
-
-    from evals.report.terminal import print_definitions
-
-    table = Table(
-        "model", "backend", "K", "task", "metric", "right", "difference", "only first", "only here", "McNemar p"
-    )
-    for row in document["rows"]:
-        if "refused" in row:
-            continue
-        names = (row["model"], row["backend"], row["arm"], row["task"], f"{row['metric']}, {row['filter']}")
-        if row["reference"]:
-            table.add_row(*names, _right(row, "right_b"), "the first of its model")
-            continue
-        *compared, p_value = _compared(row)
-        tested = "" if row["tested"] else " NOT TESTED: no draft was verified"
-        table.add_row(*names, _right(row, "right_b"), *compared, p_value + tested)
-    console.print(table)
-    for row in document["rows"]:
-        if "refused" in row:
-            console.print(
-                f"{row['model']} on {row['backend']}: refused: {row['refused']}", highlight=False, markup=False
-            )
-    print_definitions(console, document["definitions"])

@@ -40,19 +40,19 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-class Listed(click.ParamType):
-    """A comma-separated list of values of another type, without repeats."""
+class _Numbers(click.ParamType):
+    """A comma-separated list of whole numbers from 1 on, without repeats."""
 
-    def __init__(self, name: str, of: click.ParamType) -> None:
-        self.name, self._of = name, of
+    name = "n,n,..."
+    _each: click.ParamType = click.IntRange(1)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        return tuple(dict.fromkeys(self._of.convert(part.strip(), param, ctx) for part in str(value).split(",")))
+        return tuple(dict.fromkeys(self._each.convert(part.strip(), param, ctx) for part in str(value).split(",")))
 
 
-NUMBERS = Listed("n,n,...", click.IntRange(1))
+NUMBERS = _Numbers()
 OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "seed": "--seed"}
 """Load options that the eval commands have under a name of their own, which is not about loading alone."""
 

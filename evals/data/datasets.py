@@ -32,7 +32,6 @@ Labels = Callable[[str], str]
 """What a data set calls a category -> the task it is reported under."""
 Chat = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 """The turns of a conversation, and its messages before them."""
-Message = Mapping[str, str]
 Record = Mapping[str, Any]
 
 

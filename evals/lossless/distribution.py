@@ -250,8 +250,8 @@ class DistributionTest:
     questions: tuple[Question, ...]
     arms: tuple[Configuration, ...]
     asking: Asking
-    samples: int = Sampling.samples
-    places: int = 2
+    samples: int
+    places: int
 
     def __call__(self, worker: Worker) -> Tested:
         """Test every configuration. The first one is the target alone."""

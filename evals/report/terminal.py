@@ -120,7 +120,7 @@ class RunProgress(Progress):
         self.update(self._questions, completed=self._answers // self._arms, tau=tau)
 
 
-def print_acceptance(console: Console, document: Json, explain: bool = False) -> None:
+def print_acceptance(console: Console, document: Json, explain: bool) -> None:
     """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
     console.print(f"\n[bold]{headline(document)}[/bold]", highlight=False)

@@ -103,7 +103,7 @@ class RayExecutor:
         self,
         specs: Mapping[str, ModelSpec],
         *,
-        workers: int = 2,
+        workers: int,
         load: Callable[[ModelSpec], Any] = ModelSpec.load,
     ) -> None:
         """Start the workers and wait until their models are loaded.

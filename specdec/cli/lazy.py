@@ -159,7 +159,7 @@ class Plugin:
             return str(error)
 
 
-def checkout(root: Path = ROOT) -> dict[str, Any]:
+def checkout(root: Path) -> dict[str, Any]:
     """The [project] table of the pyproject.toml at `root`; {} where it is another project's, or there is none."""
     file = root / "pyproject.toml"
     project: dict[str, Any] = tomllib.loads(file.read_text("utf-8")).get("project", {}) if file.is_file() else {}

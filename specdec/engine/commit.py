@@ -33,7 +33,7 @@ class Committed:
     at_eos: np.ndarray
     at_limit: np.ndarray
     drafts: np.ndarray
-    notes: np.ndarray | None = None
+    notes: np.ndarray | None
 
     @property
     def rounds(self) -> list[RowRound]:

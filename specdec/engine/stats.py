@@ -117,7 +117,7 @@ class Counters:
         """New tokens of the last LATELY whole seconds."""
         return sum(tokens for second, tokens in self._lately if int(now) - LATELY <= second < int(now))
 
-    def add_finished(self, update: Update, dropped: bool = False, has_head: bool = False) -> None:
+    def add_finished(self, update: Update, dropped: bool, has_head: bool) -> None:
         """Record the last update of a request. Failed and abandoned requests count only in `ends`. Warns once where a
         head's drafts are not accepted."""
         completion = update.completion

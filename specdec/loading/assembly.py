@@ -32,7 +32,7 @@ from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
-from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.group import Group
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
@@ -140,7 +140,7 @@ class Assembly:
     graphs: str
 
 
-def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group = ALONE) -> Assembly:
+def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group) -> Assembly:
     """Allocate caches, test the target, compile and capture, and wait for kernels. An error leaves the model as it was.
 
     Args:

@@ -49,7 +49,7 @@ class GraphChoice:
         expected: whether being off needs no warning.
     """
 
-    reason: str = ""
+    reason: str
     required: bool = False
     expected: bool = True
 

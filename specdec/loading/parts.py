@@ -48,11 +48,11 @@ from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs, prompt_rows
 from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
-from specdec.rounds.extras import MakeExtras, RoundExtra, no_extras
+from specdec.rounds.extras import MakeExtras, RoundExtra
 from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
-from specdec.wrapped.group import ALONE, Group
+from specdec.wrapped.group import Group
 from specdec.wrapped.long_rope import find_long_rope
 from specdec.wrapped.probing import TargetProbe, probe_target
 
@@ -61,8 +61,8 @@ def load_parts(
     target: str | Path | PreTrainedModel,
     draft: str | Path | Head | None,
     options: LoadOptions,
-    group: Group = ALONE,
-    more_extras: MakeExtras = no_extras,
+    group: Group,
+    more_extras: MakeExtras,
 ) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them. All of a group call it.
 

@@ -43,7 +43,7 @@ _TESTED_ROWS, _TESTED_TOKENS = 3, 64
 """The self-test's rows, which are read without freeing anything, and more tokens than each has."""
 
 
-def num_drafts(asked: int | None, head: Head | None, lookup: bool = False) -> int:
+def num_drafts(asked: int | None, head: Head | None, lookup: bool) -> int:
     """K: the given one, else 5 with a head, 8 with drafts by lookup alone, and 0 without drafts.
 
     Raises:
@@ -275,8 +275,8 @@ def check_sizes_fit(
     device: torch.device,
     token_bytes: int,
     staging_bytes: int,
-    windowed_bytes: int = 0,
-    state_bytes: int = 0,
+    windowed_bytes: int,
+    state_bytes: int,
 ) -> None:
     """Check that memory can hold these sizes, before the first of them is allocated.
 
@@ -329,9 +329,7 @@ def scores_bytes(rows: int, vocab_size: int) -> int:
     return 2 * 4 * rows * vocab_size
 
 
-def cache_room(
-    device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0, scores_bytes: int = 0
-) -> int:
+def cache_room(device: torch.device, utilization: float, token_bytes: int, state_bytes: int, scores_bytes: int) -> int:
     """Bytes for KV caches: free memory less others' share, 4 GiB for activations and graphs, the recurrent states,
     and `scores_bytes`.
 

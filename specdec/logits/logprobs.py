@@ -98,7 +98,7 @@ class Logprobs(RoundExtra):
     most_prompt_rows: see `prompt_rows`.
     """
 
-    most_prompt_rows: int = MOST_PROMPT_ROWS
+    most_prompt_rows: int
 
     def columns(self, max_rows: int) -> AskingColumns:
         """See `RoundExtra.columns`."""
@@ -179,7 +179,7 @@ def _tensors(params: Sequence[SamplingParams], device: torch.device) -> Sampling
 class AskingColumns(DecidedColumns[SamplingParams]):
     """Parameters of rows whose requests asked for log-probabilities, logits or scores."""
 
-    def __init__(self, max_rows: int, most_prompt_rows: int = MOST_PROMPT_ROWS) -> None:
+    def __init__(self, max_rows: int, most_prompt_rows: int) -> None:
         super().__init__(max_rows)
         self._most = most_prompt_rows
 

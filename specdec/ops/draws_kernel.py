@@ -255,7 +255,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
 def launch_drafts(
     logits: Tensor, ids: Tensor, parameters: tuple[Tensor, ...], uniform: Tensor, step: int,
     stats: Tensor, num_accepted: Tensor | None,
-    places: tuple[Tensor | None, ...] = (None, None, None, None),
+    places: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4].
 

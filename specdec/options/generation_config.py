@@ -93,9 +93,7 @@ _WAY_OUT = (
 )
 
 
-def sampling_fields(
-    config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use = "model"
-) -> dict[str, Any]:
+def sampling_fields(config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use) -> dict[str, Any]:
     """Fields of SamplingParams for what transformers' own `generate` would use for this config and model.
 
     Unset fields come from the model's generation config, then from transformers' defaults (top_k=50 when sampling).

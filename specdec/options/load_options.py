@@ -49,7 +49,7 @@ class Option:
 
     kind: Kind
     help: str
-    commands: frozenset[str] = _EVERYWHERE
+    commands: frozenset[str]
     letter: str = ""
 
 

@@ -373,8 +373,13 @@ def taken(request: Request, share: RowRound, now: float) -> Update:
     except Exception as error:
         first = error
     found: list[Update] = []
+
+    def again() -> None:
+        undo()
+        found.append(request.take(share, now))
+
     try:
-        fault = raised_again(first, lambda: found.append(request.take(share, now)), undo)
+        fault = raised_again(first, again)
     finally:
         del first  # its traceback holds this frame
     if isinstance(fault, UserCodeError):

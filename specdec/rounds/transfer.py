@@ -154,7 +154,7 @@ class VerificationSection:
         batch: its attention's part. own: the other arrays. fields: the places of all.
     """
 
-    def __init__(self, num_groups: int, extras: Sequence[MakeSection] = (), table: bool = True) -> None:
+    def __init__(self, num_groups: int, extras: Sequence[MakeSection], table: bool = True) -> None:
         """num_groups: further cache groups; extras: make their sections; table: with block tables, which a fixed shape
         does not send."""
         self.batch = BatchSection(TARGET, num_groups, extras, table)

@@ -84,9 +84,8 @@ class Group:
     def check_target(self, probed: Any) -> None:
         """Raises UnsupportedModelError for a `TargetProbe` of a model that runs in one process only."""
 
-    def check_whole(self, call: str, instead: str) -> None:
-        """Raises InvalidInputError where this process has only a part of the weights. `call`, which needs all of them,
-        and what to do `instead` are words of the message."""
+    def check_whole(self, call: str) -> None:
+        """Raises InvalidInputError, which names `call`, where this process has only a part of the weights."""
 
     def engine(self, make: Callable[..., E], *parts: Any) -> E:
         """`make(*parts)`, an engine, or one that keeps all processes at the same place."""

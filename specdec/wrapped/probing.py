@@ -43,9 +43,9 @@ class TargetProbe:
     calls: tuple[AttentionCall, ...]
     layers: torch.nn.ModuleList
     vocab_size: int
-    selects_rows: bool = True
-    recurrent_calls: tuple[RecurrentCall, ...] = ()
-    fp8: Fp8Layers | None = None
+    selects_rows: bool
+    recurrent_calls: tuple[RecurrentCall, ...]
+    fp8: Fp8Layers | None
 
     @property
     def recurrence_specs(self) -> tuple[Any, ...]:

@@ -141,7 +141,7 @@ class Scheme:
 
     blocks: tuple[int, ...] | None
     static: bool
-    exponents: bool = False
+    exponents: bool
 
     @property
     def in_words(self) -> str:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fakes import eagle3_head, random_prompts, table_head, tiny_llama
 
-from attention.errors import InvalidInputError
 from drafters.base import Head
 from drafters.oracle import oracle_drafts
+from tests.oracles import last_position_alone
 
 HEADS = {"table": table_head, "reduced": lambda m: table_head(m, known=range(1, 64, 3)), "eagle3": eagle3_head}
 
@@ -52,7 +52,8 @@ def test_the_oracle_agrees_with_a_head_read_token_by_token(name: str) -> None:
         right = one_by_one(head, ids, aux_hidden_states, 4)
         assert oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 4) == right
         assert oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 2) == right[:2]
-        assert oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 4, only_last=True) == right
+        with last_position_alone():
+            assert oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 4) == right
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -68,13 +69,6 @@ def test_the_oracle_depends_on_every_true_state(name: str) -> None:
             head, torch.tensor(ids), broken, 5
         )
     assert changed >= 2
-
-
-def test_the_last_position_alone_is_refused_for_heads_of_several_layers() -> None:
-    head = table_head(tiny_llama())
-    head.attention_specs *= 2
-    with pytest.raises(InvalidInputError, match="one attention layer; this one has 2"):
-        oracle_drafts(head, torch.tensor([3, 4]), aux_hidden_states_of(head, [3]), 1, only_last=True)
 
 
 def test_no_drafts_asked_none_given() -> None:

@@ -157,3 +157,10 @@ def test_every_eval_command_offers_every_option_or_its_own_name_for_it() -> None
         words = {text for parameter in command.params for text in parameter.opts}
         expected = {shared.OWN_NAMES.get(each, f"--{each.replace('_', '-')}") for each in offered("eval")}
         assert name == "lm-eval" or expected - words == set(), name
+
+
+def test_numbers_in_a_list_are_taken_once() -> None:
+    assert shared.NUMBERS.convert("3, 1,3", None, None) == (3, 1)
+    assert shared.NUMBERS.convert((5,), None, None) == (5,)
+    with pytest.raises(click.BadParameter, match="0 is not in the range"):
+        shared.NUMBERS.convert("1,0", None, None)

@@ -114,7 +114,7 @@ from specdec import RanksLostError, SamplingParams, SpeculativeModel
 model = SpeculativeModel.from_pretrained("gsm-llama", "auto", tensor_parallel_size=2, dtype="bfloat16",
     num_speculative_tokens=5, max_model_len=256, max_num_seqs=8, kv_cache_tokens=4096)
 print(model.describe()["tensor_parallel"]["collectives"], flush=True)
-(pid,) = model.ranks.channel.workers.pids
+pid = model.ranks.channel.workers.processes[0].process.pid
 stream = model.stream(["A box holds 6 eggs."] * 4, SamplingParams(max_new_tokens=180, ignore_eos=True))
 next(stream)
 if sys.argv[1] == "waiting":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import free_everywhere, scheduler_of
+from fakes import free_everywhere, late_pages, scheduler_of
 
 from specdec import Handoff, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
 from specdec.extensions.handoff.moved import MovedRequest
@@ -205,7 +205,7 @@ def test_between_two_processes_that_hang_and_die(
         except TransferTimeoutError:
             frozen = True
         assert time.monotonic() - started < 5 and (frozen or transport == "nixl")
-        quarantined = d.engine.guests.held.late_pages()
+        quarantined = late_pages(d)
         assert d.usage().target_pages == len(quarantined) <= len(handoffs[1].blocks["target"])
         os.kill(process.pid, signal.SIGCONT)
         if frozen:

@@ -224,7 +224,7 @@ def run_mla(
     key_states: Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
-    out: Tensor | None = None,
+    out: Tensor | None,
 ) -> Tensor:
     """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512].
 

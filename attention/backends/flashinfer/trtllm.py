@@ -244,8 +244,8 @@ def run_trtllm(
     value_states: Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
+    sinks: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """Write K and V, then attend; see `AttentionBackend.run`."""
     from attention.kernels.cache_write import write_kv

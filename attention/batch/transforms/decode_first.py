@@ -46,7 +46,7 @@ def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarra
     Raises:
         InvalidInputError: longest_decode is no whole number from 1 on.
     """
-    is_short = np.asarray(query_lens) <= whole_number("longest_decode", longest_decode, 1)
+    is_short = np.asarray(query_lens) <= whole_number("longest_decode", longest_decode)
     front = int(is_short.sum())
     return np.stack([np.flatnonzero(~is_short[:front]), front + np.flatnonzero(is_short[front:])], axis=1)
 

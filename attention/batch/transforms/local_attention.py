@@ -58,7 +58,7 @@ def check_chunk_size(chunk_size: int, page_size: int) -> None:
     Raises:
         InvalidInputError: chunk_size is not a positive multiple of page_size.
     """
-    if whole_number("chunk_size", chunk_size, 1) % page_size:
+    if whole_number("chunk_size", chunk_size) % page_size:
         raise InvalidInputError(
             f"attention in chunks of {chunk_size} tokens needs a page size that divides {chunk_size}; given pages of "
             f"{page_size}: choose another page size"

@@ -113,7 +113,7 @@ class CompiledGrammar:
     template: Any
     begin: MarkerFinder | None
     returns: bool
-    can_loop: bool = False
+    can_loop: bool
 
     def __post_init__(self) -> None:
         # Masks by state of the marker, filled by `free_mask`. The dataclass is frozen, and the cache is no field of it.

@@ -258,7 +258,7 @@ class UserGrammar(RequestGrammar):
 
 
 def followed(
-    given: Grammar | TokenMatcher | RequestGrammar, context: TokenContext, endless: bool, prompt_ids: Sequence[int] = ()
+    given: Grammar | TokenMatcher | RequestGrammar, context: TokenContext, endless: bool, prompt_ids: Sequence[int]
 ) -> RequestGrammar:
     """The grammar of one request, with separate state. endless: the model's own eos ids do not end the request.
 

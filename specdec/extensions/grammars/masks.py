@@ -34,8 +34,8 @@ class GrammarMasks(RoundExtra):
         forced: tokens that must come next are given to rows as drafts. greedy: only to rows of greedy requests.
     """
 
-    forced: bool = False
-    greedy: bool = False
+    forced: bool
+    greedy: bool
     rewrites: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = True
     serves: ClassVar[str] = "grammar"

@@ -19,8 +19,6 @@ from attention.cache.windowed import WindowedTables
 from attention.errors import OutOfPagesError
 from specdec.extensions.handoff.moved import MovedRequest, Pages
 
-LEASE_SECONDS = 60.0
-"""How long pages are held for a request that left, by default."""
 GRACE_SECONDS = 5.0
 """How much longer than the lease pages are held: the clocks of two hosts may differ by this."""
 
@@ -92,7 +90,7 @@ class HeldPages:
     """Pages of one engine that belong to a request but to no row: it has left, or has not begun here yet.
 
     Attributes:
-        pools: the engine's block tables. grace: see `GRACE_SECONDS`.
+        pools: the engine's block tables. grace: see `GRACE_SECONDS`. reserved: pages of requests that come, by number.
         finished: returns leases that the transport reports as read.
         revoke, grant: notify the transport that a lease has ended, or that its pages may be read.
         confirm: called with everything that a round has granted, before any reader is notified; with several ranks they
@@ -103,7 +101,7 @@ class HeldPages:
         self.pools = pools
         self._held: dict[str, _Held] = {}
         self._over: list[str] = []
-        self._reserved: dict[int, _Reserved] = {}
+        self.reserved: dict[int, _Reserved] = {}
         self._next = 0
         self._num_leases = 0
         self.secret = secrets.token_bytes(32)
@@ -121,16 +119,12 @@ class HeldPages:
     @property
     def active(self) -> bool:
         """Whether anything is held, late or reserved for later."""
-        return bool(self._held) or any(own.rounds or own.settled is not None for own in self._reserved.values())
+        return bool(self._held) or any(own.rounds or own.settled is not None for own in self.reserved.values())
 
     def pause(self, waiting: bool) -> None:
         """Sleep briefly if requests wait for pages that only a peer or the end of a lease frees."""
-        if waiting and (self._held or self._reserved):
+        if waiting and (self._held or self.reserved):
             time.sleep(_PAUSE_SECONDS)
-
-    def late_pages(self) -> set[int]:
-        """Pages of the target's first group that are in quarantine."""
-        return {page for own in self._reserved.values() if own.settled is not None for page in own.pages[0]}
 
     def hold(self, pages: Pages, lease_seconds: float) -> str:
         """Hold the pages of a request that leaves, and let them be read; returns its lease.
@@ -164,18 +158,18 @@ class HeldPages:
             over = [lease for lease, held in self._held.items() if held.until <= now]
             ended, self._over = self._over, []
             leases = [lease for lease in dict.fromkeys((*ended, *self.finished(), *over)) if lease in self._held]
-        late = [(number, own.settled) for number, own in self._reserved.items()]
+        late = [(number, own.settled) for number, own in self.reserved.items()]
         return Due(tuple(leases), tuple(number for number, settled in late if settled is not None and settled()))
 
     def settle(self, due: Due) -> None:
         """Free what is due."""
         self.release(due.leases)
         for number in due.reads:
-            release_pages(self.pools, self._reserved.pop(number).pages)
+            release_pages(self.pools, self.reserved.pop(number).pages)
 
     def begin_round(self) -> None:
         """Count a round, for `may_fill`, which is called between two rounds."""
-        for own in self._reserved.values():
+        for own in self.reserved.values():
             own.rounds = max(own.rounds - 1, 0)
 
     def reserve(self, moved: MovedRequest, without_head: bool, rounds: int) -> int | OutOfPagesError:
@@ -187,40 +181,40 @@ class HeldPages:
         if isinstance(pages, OutOfPagesError):
             return pages
         self._next += 1
-        self._reserved[self._next] = _Reserved(pages, rounds)
+        self.reserved[self._next] = _Reserved(pages, rounds)
         return self._next
 
     def may_fill(self, number: int) -> bool:
         """Whether no launched round can write to reserved pages any more."""
-        return not self._reserved[number].rounds
+        return not self.reserved[number].rounds
 
     def pages_of(self, number: int) -> Pages:
         """The reserved pages of a number."""
-        return self._reserved[number].pages
+        return self.reserved[number].pages
 
     def take(self, number: int) -> Pages:
         """The reserved pages of a number, filled now; from here on they belong to a waiting request."""
-        return self._reserved.pop(number).pages
+        return self.reserved.pop(number).pages
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
         """Free reserved pages once `settled` returns True: nothing writes to them. Does nothing if they were taken."""
-        own = self._reserved.get(number)
+        own = self.reserved.get(number)
         if own is None or own.settled is not None:
             return
         if settled():
-            release_pages(self.pools, self._reserved.pop(number).pages)
+            release_pages(self.pools, self.reserved.pop(number).pages)
         else:
             own.settled, own.rounds = settled, 0
 
     def watch(self, number: int, settled: Callable[[], bool]) -> None:
         """Replace the `settled` function of a late read. Does nothing if no such read is late."""
-        own = self._reserved.get(number)
+        own = self.reserved.get(number)
         if own is not None and own.settled is not None:
             own.settled = settled
 
     def keep(self, pools: Sequence[BlockTables]) -> None:
         """Own all held pages in new pools, which replace the former pools."""
         self.pools = pools
-        for pages in (*(held.pages for held in self._held.values()), *(own.pages for own in self._reserved.values())):
+        for pages in (*(held.pages for held in self._held.values()), *(own.pages for own in self.reserved.values())):
             for pool, mine in zip(pools, pages, strict=True):
                 pool.keep_detached(mine)

@@ -42,7 +42,7 @@ class CallMethod:
 
     of: Literal["engine", "guests", "transfers"]
     method: str
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)

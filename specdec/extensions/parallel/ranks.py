@@ -127,9 +127,10 @@ class Ranks(Group):
                 "are not divided; load it without tensor_parallel_size"
             )
 
-    def check_whole(self, call: str, instead: str) -> None:
+    def check_whole(self, call: str) -> None:
         raise InvalidInputError(
-            f"{call}: with tensor_parallel_size={self.size} this process has one share of the weights; {instead}"
+            f"{call}: with tensor_parallel_size={self.size} this process has one share of the weights; save new "
+            "weights and load them again"
         )
 
     def engine(self, make: Callable[..., Any], *parts: Any) -> Any:

@@ -88,11 +88,6 @@ class Workers:
         for process in self.processes:
             threading.Thread(target=self._listen, args=(process,), name="rank", daemon=True).start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [each.process.pid for each in self.processes]
-
     @contextmanager
     def loading(self) -> Iterator[None]:
         """While all ranks load: a process that fails is ended after a while, if rank 0 waits for it."""

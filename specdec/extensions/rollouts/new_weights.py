@@ -37,7 +37,7 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
     Raises:
         InvalidInputError: requests run, or this process has a share of the model. Others: see `refresh`.
     """
-    model.group.check_whole(what, "save new weights and load them again")
+    model.group.check_whole(what)
     with model._shared.between_rounds() as idle, interrupts_as_they_are():
         if not idle:
             raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")

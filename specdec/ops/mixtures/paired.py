@@ -14,7 +14,7 @@ from specdec.ops.fp8 import unrounded_linear
 from specdec.ops.mixtures.routed import by_expert, times
 
 
-def paired_experts(experts: Any, hidden: Tensor, index: Tensor, rounds: bool = True) -> Tensor:
+def paired_experts(experts: Any, hidden: Tensor, index: Tensor, rounds: bool) -> Tensor:
     """The chosen experts' results, not yet weighted: [T, k, H], dtype of `hidden`.
 
     Args:

@@ -17,11 +17,11 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
-from attention.cascade.shared_pages import SharedPrefix, cascade, shared_prefix, shared_prefixes
-from attention.errors import InvalidInputError, InvariantError
+from attention.cascade.shared_pages import shared_prefixes
+from attention.errors import InvalidInputError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from tests.attention.cascade.two_levels import CascadingBackend
+from tests.attention.cascade.two_levels import CascadingBackend, cascade, shared_prefix
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(4, 2, 8, 8, scale=8**-0.5)
@@ -175,12 +175,6 @@ def test_padding_rows_share_nothing() -> None:
     assert shared_prefix(np.zeros((0, 0), np.int32), np.zeros(0, np.int32), 4) is None
 
 
-def test_a_prefix_that_a_row_does_not_see_is_refused() -> None:
-    batch = batch_of([(2, 8, 1), (2, 9, 1), (0, 3, 1)], 4, 0)
-    with pytest.raises(InvariantError, match="does not see"):
-        cascade(batch, SharedPrefix(2, np.array([0, 2]), 4))
-
-
 SHARED = np.array([[7, 9, 3], [7, 9, 4], [7, 8, 5]], np.int32)
 
 
@@ -188,8 +182,3 @@ def test_what_is_refused() -> None:
     for computed, page_size in ((np.array([8, 9]), 4), (np.array([8, 9, 5]), 0)):
         with pytest.raises(InvalidInputError, match="as many lengths as rows, and pages of at least one token"):
             shared_prefix(SHARED, computed, page_size)
-    batch = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 8]), SHARED, 4)
-    for rows in ([0, 1, 2], [1, 2]):
-        with pytest.raises(InvariantError, match="the rows begin on different pages"):
-            cascade(batch, SharedPrefix(2, np.array(rows), 4))
-    cascade(batch, SharedPrefix(2, np.array([0, 1]), 4)).suffix.validate()

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from attention.backends.reference import Segment, TorchBackend, TorchBuilder, TorchPlan
+from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
-from attention.cascade.shared_pages import cascade, shared_prefix
+from attention.cache.pages import NULL_PAGE
+from attention.cascade.shared_pages import SharedPrefix, shared_prefixes
 from attention.spec import AttentionSpec
 
 
@@ -66,6 +68,56 @@ def merged(levels: Sequence[Level]) -> Level:
     means = torch.stack([level.means for level in levels])
     weights = log_sums.softmax(0)[..., None]
     return Level((weights * means).sum(0), log_sums.logsumexp(0))
+
+
+def shared_prefix(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> SharedPrefix | None:
+    """The class that saves most keys; None where no two rows share a page."""
+    return next(shared_prefixes(block_table, num_computed_tokens, page_size), None)
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A batch in two levels.
+
+    Attributes:
+        tokens: [t] int64, the token rows of the batch whose queries see all of the prefix.
+        pages: [num_pages] int32, the prefix's pages. num_keys: number of keys on them.
+        suffix: all rows over the pages that are their own, with the batch's slots and rotary positions: those that
+            share the prefix count their keys after it.
+    """
+
+    tokens: np.ndarray
+    pages: np.ndarray
+    num_keys: int
+    suffix: HostBatch
+
+
+def cascade(batch: HostBatch, prefix: SharedPrefix) -> Cascade:
+    """Divide a batch at a prefix that `shared_prefix` found in it."""
+    rows, cut = prefix.rows, prefix.num_pages
+    assert batch.num_computed_tokens[rows].min() >= prefix.num_keys, "a row does not see all of the prefix"
+    table = batch.block_table.copy()
+    table[rows, : table.shape[1] - cut] = batch.block_table[rows, cut:]
+    table[rows, table.shape[1] - cut :] = NULL_PAGE
+    before = np.zeros(batch.num_reqs, np.int32)
+    before[rows] = prefix.num_keys
+    members = np.zeros(batch.num_reqs, bool)
+    members[rows] = True
+    suffix = HostBatch(
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens - before,
+        num_computed_tokens=batch.num_computed_tokens - before,
+        block_table=table,
+        slot_mapping=batch.slot_mapping,
+        positions=batch.positions,
+        page_size=batch.page_size,
+    )
+    return Cascade(
+        tokens=np.flatnonzero(np.repeat(members, batch.query_lens)),
+        pages=batch.block_table[rows[0], :cut],
+        num_keys=prefix.num_keys,
+        suffix=suffix,
+    )
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from fakes import engine_of, free_everywhere, random_prompts, wrap
 
 from drafters.loops.base import DraftInput
 from drafters.mtp.head import MtpStack
-from drafters.oracle import ChooseDraft, most_probable, oracle_module_drafts
+from drafters.oracle import ChooseDraft, most_probable
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from tests.oracles import oracle_module_drafts
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 2))
 NEW = 14

@@ -24,7 +24,8 @@ from drafters.loops.steps import step_arrays
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.head import MtpStack
 from drafters.mtp.spec import mtp_target
-from drafters.oracle import oracle_drafts, oracle_module_drafts
+from drafters.oracle import oracle_drafts
+from tests.oracles import oracle_module_drafts
 
 CPU = torch.device("cpu")
 PAGE_SIZE, WIDTH = 4, 10

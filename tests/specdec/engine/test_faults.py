@@ -11,9 +11,7 @@ from specdec.requests.request import request_failed
 
 
 def test_a_fault_is_what_is_raised_twice() -> None:
-    undone: list[str] = []
-    fault = raised_twice(lambda: int("planted"), lambda: undone.append("undone"))
-    assert isinstance(fault, ValueError) and undone == ["undone"]
+    assert isinstance(raised_twice(lambda: int("planted")), ValueError)
     assert raised_twice(lambda: None) is None
 
 

@@ -18,6 +18,7 @@ from fakes import (
     engine_of,
     free_everywhere,
     guests_of,
+    late_pages,
     random_prompts,
     scheduler_of,
     table_head,
@@ -499,8 +500,8 @@ def test_pages_of_a_late_read_are_in_quarantine_until_nothing_writes_to_them() -
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
     with pytest.raises(TransferTimeoutError, match="late"):
         d.resume(handoff)
-    assert d.usage().target_pages == 9 and guests_of(d).held.late_pages()
-    late = guests_of(d).held.late_pages()
+    late = late_pages(d)
+    assert d.usage().target_pages == 9 and late
     for prompt in (PROMPTS[0], PROMPTS[3]):
         with closing(d.stream(prompt, GREEDY)) as stream:
             next(stream)

@@ -181,9 +181,15 @@ def wrong_drafts_of_graphs(engine: Any) -> None:
     engine.executor.verify = wrong
 
 
+def late_pages(engine: Any) -> set[int]:
+    """Pages of the target's first group that are in quarantine."""
+    reserved = engine.guests.held.reserved.values()
+    return {page for own in reserved if own.settled is not None for page in own.pages[0]}
+
+
 def pages_in_use(engine: Any) -> list[int]:
     """Pages of the target's first group that each rank has in use, and of them in quarantine: two numbers a rank."""
-    own = [engine.usage().target_pages, len(engine.guests.held.late_pages())]
+    own = [engine.usage().target_pages, len(late_pages(engine))]
     found = engine.ranks.collectives.gather(torch.tensor(own, device=engine.ranks.device))
     return [int(number) for number in found.flatten().tolist()]
 

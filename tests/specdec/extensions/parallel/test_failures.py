@@ -48,7 +48,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def pids_of(model: Any) -> list[int]:
-    return list(model.ranks.channel.workers.pids)
+    return [each.process.pid for each in model.ranks.channel.workers.processes]
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -201,8 +201,8 @@ def test_a_process_killed_before_the_ranks_meet(
     killed: list[float] = []
 
     def kill_then_join(*arguments: Any) -> Any:
-        for pid in workers.open_workers(2)[0].pids:
-            os.kill(pid, signal.SIGKILL)
+        for each in workers.open_workers(2)[0].processes:
+            os.kill(each.process.pid, signal.SIGKILL)
         killed.append(time.monotonic())
         return join_group(*arguments)
 
@@ -440,7 +440,7 @@ for _ in range(600):
 else:
     os.kill(fork, signal.SIGKILL)
     sys.exit("the fork did not end")
-print(link.workers.folder, *link.workers.pids, flush=True)
+print(link.workers.folder, *(each.process.pid for each in link.workers.processes), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -312,7 +312,7 @@ def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, An
 def test_a_rank_of_the_source_that_is_killed_in_a_read_is_an_error_by_name(every_self_test: None) -> None:
     """D's pages are free once nothing writes to them, and it goes on; P is lost, as with any lost rank."""
     with load("gsm-llama", 1) as d, load("gsm-llama", 2) as p:
-        (pid,) = p.ranks.channel.workers.pids
+        pid = p.ranks.channel.workers.processes[0].process.pid
         expected = lived(d.generate(PROMPTS[0], GREEDY))
         handoffs = p.prefill(PROMPTS, GREEDY)
         os.kill(pid, signal.SIGSTOP)
