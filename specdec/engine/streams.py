@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -190,7 +190,7 @@ def raise_first(errors: Sequence[SpecdecError]) -> NoReturn:
 
 def completed(stream: Stream) -> Iterator[tuple[int, Completion]]:
     """(index, Completion) of each as it finishes; closes the stream at its end."""
-    with closing(stream):
+    with stream:
         for update in stream:
             if update.completion is not None:
                 yield update.index, update.completion
