@@ -39,8 +39,11 @@ test-extensions: $(DEV)
 	    SPECDEC_REFUSE_EXTENSIONS=$$name $(PYTEST) -m "not slow and not thorough and not long" tests/specdec/extensions/$$name || exit 1; \
 	done
 
+# The logic of a round, and a test end to end of each family of heads: while one works.
+QUICK := tests/attention/batch tests/attention/cache tests/drafters/loops tests/drafters/test_conformance.py \
+    $(addprefix tests/specdec/,acceptance engine options requests rounds)
 test-quick: $(DEV)
-	$(PYTEST) -m "not slow and not thorough and not long"
+	$(PYTEST) -m "not slow and not thorough and not long" $(QUICK)
 
 # Edits of tests/mutants/mutants.toml, each on its own: the tests named for it must fail.
 mutants: $(DEV)

@@ -23,7 +23,6 @@ from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, KVLayout, LayerKV, allocate
 from attention.cascade.kernel import launch_prefix, prefix_tiling, sum_shapes
-from attention.cascade.shared_pages import shared_prefix
 from attention.checking import check_mode
 from attention.kernels.cache_write import write_kv
 from attention.kernels.packed_kernel import Scratch, SharedKeys, Tiling, launch_packed
@@ -35,6 +34,7 @@ from specdec.ops.greedy_rows import greedy_drafts
 from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
 from specdec.ops.mixtures.paired import expert_matmul
 from specdec.ops.mixtures.routed_kernel import launch_expert_matmul
+from tests.attention.cascade.two_levels import shared_prefix
 from tests.local_rounds import fixed_rounds
 
 CPU = torch.device("cpu")

@@ -65,6 +65,7 @@ def test_telling_types_are_exact(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.cases(1)
 def test_refusals_have_their_reason(name: str) -> None:
     (case,) = (c for c in all_cases() if c.name == name)
     verdict = check(case, torch.float32, "cpu")

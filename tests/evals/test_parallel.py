@@ -64,6 +64,7 @@ def test_a_replay_is_of_the_whole_target(workers: dict[int, Worker]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_loglikelihoods_of_lm_eval_run_on_all_ranks(workers: dict[int, Worker]) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance

@@ -101,7 +101,7 @@ def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoRA", "LoRA with an lm_head", "IA3", "tokens"])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_an_object_says_what_its_own_generate_says(name: str) -> None:
     model = adapted(name)
     right = own(model)

@@ -93,6 +93,7 @@ def test_inspect_is_for_people(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_inspect_says_where_a_module_came_from(run: Run) -> None:
     code, text, _ = run("inspect", "--model", "gsm-deepseek", "--draft", "mtp", "--device", "cpu")
     assert code == 0 and "model.safetensors: model.layers.12." in text and "eh_proj.weight" in text
@@ -184,6 +185,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path, start_python: Any) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_definitions_are_printed_when_asked_for(run: Run) -> None:
     arguments = ("--data", "arithmetic", "--limit", "2", "--k", "2", "--max-new-tokens", "12", "--warmup", "0")
     plain = run("eval", "acceptance", "--device", "cpu", *arguments)[1]
@@ -193,6 +195,7 @@ def test_definitions_are_printed_when_asked_for(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_shows_the_question_and_folds_the_provenance(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "q.jsonl").write_text(json.dumps({"question": "How many legs have 3 <cats>?"}) + "\n")

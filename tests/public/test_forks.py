@@ -242,6 +242,7 @@ def test_a_stream_that_another_thread_was_reading_is_not_cut_short_without_a_wor
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_recurrent_model_is_the_users_again_in_a_fork() -> None:
     """Functions of its modeling file are replaced while a round runs on another thread."""
     target = tiny_hybrid("qwen3_next")

@@ -181,6 +181,7 @@ def test_an_operator_with_wrong_scales_is_refused(
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.cases(1)
 def test_scales_that_are_none(tmp_path: Path, value: float) -> None:
     folder = rewrite(write(tmp_path / "target", LLAMA), f"{DOWN}_scale_inv", lambda s: s.fill_(value))
     with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.mlp\.down_proj\.weight_scale_inv holds {value}"):

@@ -85,7 +85,7 @@ def attached(call: str, names: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("section", "there", "here"), ROWS)
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_the_right_column_runs(
     section: str, there: str, here: str, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

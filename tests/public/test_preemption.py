@@ -113,6 +113,7 @@ def test_each_request_with_a_k_of_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_a_seed_does_not_fix() -> None:
     """Another K draws other tokens; without a seed it matters how many requests there were before."""
     target = tiny_llama()

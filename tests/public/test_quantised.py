@@ -64,7 +64,7 @@ def ours(wrapped: Any) -> list[list[int]]:
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in ("compressed-tensors fp8", EXACT[-1]) else n for n in EXACT],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> None:
     folder = checkpoint(folders, name)
     model = own_model(folder)

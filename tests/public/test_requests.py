@@ -89,6 +89,7 @@ def test_a_scalar_of_another_library_is_kept_as_a_plain_number(name: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_values_at_the_edge_give_a_right_answer(model: Any) -> None:
     top = [
         SamplingParams(max_new_tokens=NEW, temperature=1e-6, seed=1),

@@ -601,6 +601,7 @@ def test_closing_waits_for_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wait_for_others_counts_as_time_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = Beside(1, monkeypatch)
     (answer,) = beside.model.generate(PROMPTS[2], SamplingParams(max_new_tokens=1))

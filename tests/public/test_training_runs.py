@@ -194,6 +194,7 @@ def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[
         pytest.param("learning_rate", 0.1, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.thorough
 def test_other_settings_in_a_used_folder_are_refused(bench: Bench, option: str, value: object, expected: bytes) -> None:
     assert bench.train().code == 0
     done = bench.train(**{option: value})
@@ -442,6 +443,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_forgotten(bench: Bench, e
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_several_processes_answer_for_one_folder(bench: Bench) -> None:
     """Each its own file, at the same time; then one trains on all of them, and nothing is asked again."""
     ready, other = bench.folder / "ready", questions(bench.folder / "other.jsonl", ["how many pears has ben", "why"])

@@ -68,7 +68,7 @@ def types() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", types())
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
     """Without drafts, and with some right and some wrong ones; three prompts at once, read in chunks, and one alone."""
     wrapper = write(name, tmp_path)

@@ -37,7 +37,7 @@ def page_shapes(wrapped: SpeculativeModel) -> list[tuple[int, ...]]:
     ("layout", "page_size"),
     [("HND", 4), ("NHD", 1), *(pytest.param(*other, marks=pytest.mark.long) for other in (("NHD", 4), ("HND", 1)))],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_the_oracles(layout: str, page_size: int) -> None:
     """Prompts in chunks of at most 24 tokens, four requests on three rows. D is 16, with 2 KV heads."""
     head = eagle3_head(tiny_llama())

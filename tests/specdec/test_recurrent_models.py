@@ -53,6 +53,7 @@ def said(wrapped: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_facts_name_layers_kernel_and_bytes() -> None:
     wrapped = recalling("qwen3_next")
     facts = wrapped.describe()["recurrent"]

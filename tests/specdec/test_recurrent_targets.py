@@ -69,7 +69,7 @@ def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) ->
 
 
 @pytest.mark.parametrize(("name", "setting"), settings())
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_every_setting_says_what_transformers_says(name: str, setting: str) -> None:
     wrapped = served(name, **SETTINGS[setting])
     assert str(wrapped.twin) == "exact"
@@ -85,6 +85,7 @@ def test_every_setting_says_what_transformers_says(name: str, setting: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_a_sampled_request_says_the_same_alone_and_in_a_batch(name: str) -> None:
     params = [SamplingParams(16, temperature=1.0, top_p=0.9, seed=seed) for seed in range(len(PROMPTS))]
     wrapped = served(name)

@@ -281,6 +281,7 @@ def head_families(source: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_specdec_tells_no_head_families_apart() -> None:
     files = sorted((ROOT / "specdec").rglob("*.py"))
     assert len(files) > 50

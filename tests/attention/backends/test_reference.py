@@ -109,6 +109,7 @@ def agree(ours: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     layout=st.sampled_from(["NHD", "HND"]),
     seed=st.integers(0, 5),
 )
+@pytest.mark.thorough
 def test_any_cut_into_rounds_gives_the_same(
     page_size: int, cuts: list[list[int]], variant: str, layout: Layout, seed: int
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_module_of_the_other_order_is_saved_in_the_usual_one(tiny_case: Callab
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_trained_is_refused(tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     bench = Bench(tiny_case("ernie"), tmp_path / "ernie")
     with pytest.raises(HeadLoadError, match="final norm"):

@@ -134,6 +134,7 @@ def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_missing_data_is_named(model: Any, tmp_path: Path) -> None:
     """(tests/evals/cli/test_commands.py has the unknown task: lm-eval reads 13,000 files for one.)"""
     with pytest.raises(DataError, match=r"test\.jsonl does not exist|train\.jsonl does not exist"):
@@ -267,6 +268,7 @@ def test_the_scorer_cannot_be_fooled_by_leaving_early(program: str, passed: bool
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_a_candidate_started_is_ended_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     child = f"import time; time.sleep(1); open({str(mark)!r}, 'w')"

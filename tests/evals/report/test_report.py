@@ -116,6 +116,7 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, (Configuration("one", 1), Configuration("three", 3)))
     assert "three less one, paired" in printed(document)

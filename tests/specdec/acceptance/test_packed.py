@@ -67,6 +67,7 @@ def subscripts_of_packed(source: str) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_other_file_knows_a_column() -> None:
     files = [path for name in ("specdec", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
     knowing = {path.relative_to(ROOT).as_posix() for path in files if subscripts_of_packed(path.read_text("utf-8"))}

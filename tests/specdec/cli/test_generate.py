@@ -43,6 +43,7 @@ def run(arguments: list[str], **options: Any) -> Result:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_generate_prints_the_answer_and_nothing_else(expected: Any) -> None:
     result = run([QUESTION, "--stats"])
     assert result.exit_code == 0

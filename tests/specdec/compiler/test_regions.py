@@ -93,6 +93,7 @@ def test_layers_that_are_alike_are_compiled_once(compiled: list[GraphModule], la
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_another_constant_is_another_form(compiled: list[GraphModule]) -> None:
     run(Layers((1.0, 1.0, 1.0, 0.5, 1.0, 0.5, 1.0)))
     assert len(compiled) == 5

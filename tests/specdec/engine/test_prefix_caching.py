@@ -83,7 +83,7 @@ SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tok
         pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict[str, int]) -> None:
     head = head_of(kind)
     on, off = (

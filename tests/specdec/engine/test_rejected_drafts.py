@@ -40,6 +40,7 @@ def test_a_head_of_another_model_is_told_once() -> None:
     assert "specdec inspect" in message
 
 
+@pytest.mark.thorough
 def test_as_an_error_it_ends_no_round() -> None:
     target = tiny_llama()
     model = wrap(target, wrong_head(target), num_speculative_tokens=3)

@@ -249,7 +249,7 @@ ONE_BY_ONE = {"kv_cache_layout": "HND", "page_size": 1, "kv_cache_tokens": 88, "
         pytest.param("eagle3", {}, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_tokens_and_drafts_are_those_of_the_eager_path(
     graphs_on_cpu: list[Replayed], kind: str, options: dict[str, Any]
 ) -> None:

@@ -124,7 +124,7 @@ def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.long)])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_joining_as_alone(execution: dict[str, Any], drawn: str) -> None:
     assert joining(loaded(execution, drawn, **BATCHES["chunks"])) == rounds_alone(drawn)
 

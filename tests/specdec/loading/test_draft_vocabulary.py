@@ -128,6 +128,7 @@ def test_heads_that_it_means_nothing_for(draft: Any, target: str, words: str) ->
         opened(draft, target, draft_vocab=[1, 2, 3])
 
 
+@pytest.mark.thorough
 def test_end_and_special_tokens_are_added(model: SpeculativeModel) -> None:
     head, tokenizer = model.head, model.tokenizer
     assert isinstance(head, MtpHead) and head.target_ids is not None

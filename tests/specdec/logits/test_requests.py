@@ -171,7 +171,7 @@ MIXED = [[None, "with OpenAI's", "repetition_penalty", None, "no_repeat_ngram_si
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_every_option_changes_some_answer(name: str) -> None:
     """Otherwise equal answers say nothing."""
     if name != "remove_invalid_values":
@@ -313,7 +313,7 @@ def sampled_oracle(prompt: list[int], completion: Any, options: Mapping[str, Any
     [(0, False), (3, True), *(pytest.param(*n, marks=pytest.mark.long) for n in ((3, False), (0, True)))],
 )
 @torch.no_grad()
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_sampled_tokens_are_decided_by_transformers_distribution(drafts: int, graphs: bool, request: Any) -> None:
     if graphs:
         request.getfixturevalue("graphs_on_cpu")

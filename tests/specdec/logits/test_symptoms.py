@@ -53,7 +53,7 @@ def period(tokens: list[int]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 1, 5, *(pytest.param(k, marks=pytest.mark.long) for k in (2, 3, 4))])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_a_frequency_penalty_is_as_strong_as_without_drafts(drafts: int) -> None:
     """Also where a repetition loop is as long as what a round accepts: penalties would count a whole loop as none."""
     weak, strong = 0.02, 0.3

@@ -510,6 +510,7 @@ class Counting:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_object_as_prefix_function_is_copied() -> None:
     own = Counting()
     drafted, plain = (

@@ -58,6 +58,7 @@ print(*map(loads_before_waiting, draws))
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_for_sm_90() -> None:
     said = printed(COMPILE)
     for line, least in zip(said.splitlines(), ((0, 5, 6, 6), (0, 6, 7, 7), (6, 7, 4)), strict=True):

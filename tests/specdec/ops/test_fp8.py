@@ -112,6 +112,7 @@ def test_kernels_that_end_in_8_bits_are_the_two_they_are_made_of(width: int) -> 
 @interpreted
 @pytest.mark.parametrize(("tokens", "rows", "width"), [(3, 100, 256), (18, 160, 200)])
 @pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.cases(1)
 def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_first: bool) -> None:
     """Rows that fill no tile, blocks that are cut, tokens in two tiles."""
     from specdec.ops.fp8_kernel import Fp8Tiling, launch_fp8_matmul

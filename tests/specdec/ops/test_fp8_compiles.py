@@ -56,6 +56,7 @@ print(all("griddepcontrol" in ptx for ptx in small + wide), all("e4m3" in ptx fo
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_kernels_compile_for_hopper() -> None:
     """Dependent launches all; 8-bit operands in Hopper's own instruction wherever a tile has its 64 rows."""
     same, eight_bits, wide, tilings = printed(COMPILE).split()

@@ -71,6 +71,7 @@ for gated, pairs in ((True, 8), (False, 16), (True, 16)):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_kernel_for_few_tokens_compiles_for_hopper() -> None:
     """Nothing goes through shared memory, no warp waits for another but where results are put in order, and what the
     loop reads it reads in 16 bytes, though the stride of a row is no multiple of 16."""

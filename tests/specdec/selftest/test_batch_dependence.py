@@ -25,6 +25,7 @@ def llama_of(kind: type[nn.Linear], dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.cases(1)
 def test_scales_of_the_whole_batch_are_refused(dtype: torch.dtype) -> None:
     words = r"model\.layers\.0\.mlp\.down_proj \(RoundedByTensor\) gives.*scaled by the largest one of the whole tensor"
     with pytest.raises(UnsupportedModelError, match=f"depends on what else is in the batch: {words}"):

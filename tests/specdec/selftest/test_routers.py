@@ -106,7 +106,7 @@ def test_what_is_wrong_is_seen_beside_near_ties(target: Any, wrong: Wrong, monke
 
 
 @pytest.mark.slow
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_a_router_that_depends_on_the_batch_is_seen(target: Any) -> None:
     """In batches of several rows it chooses other experts than alone: all else is equal, given its choices."""
     experts = next(m for name, m in target.hf_model.named_modules() if name.endswith(".mlp.experts"))

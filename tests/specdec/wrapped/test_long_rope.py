@@ -141,6 +141,7 @@ def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", pytest.param("phi3", marks=pytest.mark.long)])
+@pytest.mark.thorough
 def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str) -> None:
     prompts, answers = answers_of(kind)
     few = {**OPTIONS, "kv_cache_tokens": 112}
@@ -207,6 +208,7 @@ def test_a_model_whose_generate_is_not_certain_is_limited_to_short_factors() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_requests_that_stay_short_need_no_rule() -> None:
     with wrap(model_of("phi3"), max_model_len=ORIGINAL, **OPTIONS) as wrapped:
         assert not any(isinstance(extra, LongFactors) for extra in wrapped.config.extras)

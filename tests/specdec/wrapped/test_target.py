@@ -109,6 +109,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CAUSES)
+@pytest.mark.cases(1)
 def test_a_family_with_positions_of_its_own_is_refused_for_these(kind: str) -> None:
     options, reason = CAUSES[kind]
     with pytest.raises(UnsupportedModelError, match=f"comes out wrong through the paged attention .*{reason}"):

@@ -202,6 +202,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_says_the_same_however_often_it_is_killed(model: Any, questions: Path, tmp_path: Path) -> None:
     right = run(questions, tmp_path / "right.jsonl", lambda: of_model(model))
     assert (right.rows, right.failed) == (40, 4)

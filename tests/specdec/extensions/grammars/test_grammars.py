@@ -459,7 +459,7 @@ def test_tokens_that_must_come_are_drafts(k: int, monkeypatch: pytest.MonkeyPatc
         pytest.param(SOME, True, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_first_drafts_are_the_best_that_may_come(
     known: Sequence[int], batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ class NothingAfterL(Matcher):
 
 
 @pytest.mark.parametrize("k", [0, K])
+@pytest.mark.cases(1)
 def test_dead_ends_behind_rejected_drafts_are_forgotten(k: int) -> None:
     model = made("lookup", lookup_min=1, lookup_max=3)
     own = params(NothingAfterL(), logit_bias={L: -30.0}, num_speculative_tokens=k)
@@ -53,6 +54,7 @@ def raising(method: str) -> Any:
 
 
 @pytest.mark.parametrize("method", ["fill", "advance", "rollback"])
+@pytest.mark.cases(1)
 def test_what_a_matcher_raises_ends_its_request_alone(method: str) -> None:
     model = made()
     found: list[int] = []

@@ -132,7 +132,7 @@ def test_two_hundred_grammars(models: dict[int, SpeculativeModel]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"min_new_tokens": 6}, {"suppress_tokens": [1, 2]}])
-@pytest.mark.cases(1)
+@pytest.mark.thorough
 def test_options_that_leave_nothing_are_named_with_drafts_too(
     options: dict[str, Any], models: dict[int, SpeculativeModel]
 ) -> None:

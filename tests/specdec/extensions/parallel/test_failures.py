@@ -127,6 +127,7 @@ def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int], int
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_error_in_a_text_ends_its_request_on_every_rank(two_ranks: Any, folders: Callable[[str], Path]) -> None:
     class Broken(LetterTokenizer):
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -166,6 +167,7 @@ def test_two_models_take_turns_on_several_threads(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, folders: Callable[[str], Path]) -> None:
     """The other models of these processes are lost with it; the next load starts new ones."""
     with pytest.raises(HeadLoadError, match="there is no folder"):
@@ -351,6 +353,7 @@ class OfThisProgram:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_message_that_another_rank_cannot_read(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         own.engine.tell("engine", "abort", OfThisProgram())
@@ -361,6 +364,7 @@ def test_a_message_that_another_rank_cannot_read(folders: Callable[[str], Path],
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         assert own.engine.run("on_ranks:nothing") == 0
