@@ -50,7 +50,8 @@ class AssistantHead(nn.Module):
         self._selects_rows = found.selects_rows
         self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._port = AttentionPort(model, found.calls)
-        weakref.finalize(self, self._port.release)  # the model may be the user's, who goes on using it
+        # The model may be the user's, who goes on using it.
+        weakref.finalize(self, self._port.release).atexit = False
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, 0]: it reads no states of the target."""
