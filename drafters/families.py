@@ -24,10 +24,11 @@ class FamilyCode(Protocol):
     """What a family's module defines. options: load options of this family that a user gave, by name."""
 
     def load_head(
-        self, path: Path, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
+        self, path: Any, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
     ) -> Head:
         """Load a head for a target, in its dtype and on its device.
 
+        path: its folder, a Path; a loaded model, too, for a family with `takes_models`.
         facts: facts about the target; raises HeadLoadError where its embeddings cannot be shared.
 
         Raises:
@@ -75,6 +76,8 @@ class Family:
         name: used in messages. options: load options about reading its files.
         layouts: the checkpoints it reads.
         in_target: value of `draft` for a head inside the target's checkpoint; None if the family has no such heads.
+        takes_models: whether its heads are models of transformers, which may be loaded already.
+        among_ranks: whether its heads draft for a target that is divided among processes.
         code: imports its module at the first use.
     """
 
@@ -83,6 +86,14 @@ class Family:
     layouts: frozenset[Layout]
     code: Callable[[], FamilyCode]
     in_target: str | None = None
+    takes_models: bool = False
+    among_ranks: bool = True
+
+
+def _assistant() -> FamilyCode:
+    from drafters.assistant import family
+
+    return family
 
 
 def _eagle() -> FamilyCode:
@@ -106,17 +117,27 @@ FAMILIES: Mapping[str, Family] = {
         _mtp,
         in_target="mtp",
     ),
+    "assistant": Family(
+        "a small draft model",
+        (),
+        frozenset({Layout.CAUSAL_LM}),
+        _assistant,
+        takes_models=True,
+        among_ranks=False,
+    ),
     "eagle3": Family("an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle),
 }
 """Families by the name of `specdec train NAME`. EAGLE's reader also names the layouts that are not supported."""
 
 
-def family_of(path: str | Path) -> Family:
-    """The family whose reader a checkpoint is for.
+def family_of(path: str | Path | PreTrainedModel) -> Family:
+    """The family whose reader a checkpoint is for, or a loaded model.
 
     Raises:
         HeadLoadError: the folder or hub model cannot be read.
     """
+    if not isinstance(path, (str, Path)):
+        return next(family for family in FAMILIES.values() if family.takes_models)
     layout = layout_of(path)
     return next((family for family in FAMILIES.values() if layout in family.layouts), FAMILIES["eagle3"])
 

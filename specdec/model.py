@@ -88,7 +88,10 @@ class SpeculativeModel:
     @startup_progress()
     @own_torch_state()
     def from_pretrained(
-        cls, target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions
+        cls,
+        target: str | Path | PreTrainedModel,
+        draft: str | Path | Head | PreTrainedModel | None,
+        options: LoadOptions,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
@@ -96,9 +99,9 @@ class SpeculativeModel:
             target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
                 base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). Without `draft`, a
                 head whose config.json names its target (as the package speculators does) loads both.
-            draft: folder or hub name of a head, or a loaded one; "auto": a built-in target's; "mtp": the multi-token-
-                prediction module in the target's checkpoint; "lookup": what followed a request's last tokens in its own
-                text (docs/lookup.md); [head, "lookup"]: both.
+            draft: folder or hub name of a head or of a small causal language model, or a loaded one; "auto": a built-in
+                target's; "mtp": the multi-token-prediction module in the target's checkpoint; "lookup": what followed a
+                request's last tokens in its own text (docs/lookup.md); [head, "lookup"]: both.
             num_speculative_tokens: K, drafts a round; default 5.
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no

@@ -120,6 +120,7 @@ ROOMS = [
     "drafters/unroll.py",
     "drafters/eagle3",
     "drafters/mtp",
+    "drafters/assistant",
     "drafters/families.py",
     "drafters/oracle.py",
     "drafters/training",

@@ -17,6 +17,9 @@ PREFIXES = ("model.", "draft_model.", "module.")
 
 
 _WHOLE_MODEL = {"embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.weight"}
+_WHOLE_CLASSES = ("ForCausalLM", "LMHeadModel")
+_WHOLE_EMBEDDINGS = ("wte.weight", "embed_in.weight", "decoder.embed_tokens.weight", "word_embeddings.weight")
+"""Names of other models' embeddings."""
 
 
 class Layout(Enum):
@@ -42,6 +45,7 @@ class Layout(Enum):
     MTP_MIMO = "MiMo-style MTP (mtp_layers.*)"
     MTP_ERNIE = "Ernie-style MTP (mtp_linear_proj)"
     MTP_OTHER = "multi-token prediction of another kind (as LongCat-Flash, MiMo-V2, Hunyuan V4, DeepSeek-V4, Inkling)"
+    CAUSAL_LM = "a causal language model"
     UNKNOWN = "unknown"
 
 
@@ -70,7 +74,8 @@ def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     for marker, layout in _MARKERS:
         if any(marker in f".{name}" for name in shapes):
             return layout
-    return _detect_eagle(config, shapes)
+    found = _detect_eagle(config, shapes)
+    return Layout.CAUSAL_LM if found is Layout.UNKNOWN and _is_whole(config, shapes) else found
 
 
 def layout_of(path: str | Path) -> Layout:
@@ -135,18 +140,27 @@ def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layo
     return Layout.EAGLE1 if query and query[-1] == hidden and "fc.weight" in shapes else Layout.UNKNOWN
 
 
+def _is_whole(config: Config, names: Iterable[str]) -> bool:
+    """Whether these are a whole language model's tensors: all kinds, by another library's names its embedding."""
+    if _WHOLE_MODEL.issubset(names):
+        return True
+    kinds = config.get("architectures")
+    named = isinstance(kinds, list) and any(str(kind).endswith(_WHOLE_CLASSES) for kind in kinds)
+    return named and any(name.endswith(_WHOLE_EMBEDDINGS) for name in names)
+
+
 def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str]) -> None:
     """Refuse a checkpoint of another family. Raises HeadLoadError, which names the checkpoint's kind."""
     if found is wanted:
         return
     detail = f" of type {speculators_type(config)!r}" if found is Layout.SPECULATORS else ""
+    if found is Layout.CAUSAL_LM:
+        raise HeadLoadError(
+            f"this loader reads {wanted.value} heads; the checkpoint is a whole language model: give it as the "
+            "target, and a head as draft"
+        )
     if found is Layout.UNKNOWN:
         listed = sorted(names)
-        if _WHOLE_MODEL.issubset(listed):
-            raise HeadLoadError(
-                f"this loader reads {wanted.value} heads; the checkpoint is a whole language model: give it as the "
-                "target, and a head as draft"
-            )
         detail = f"; its first tensors are {', '.join(listed[:6])}" if listed else "; it has no tensors"
     known = f"; {_SERVED}" if found in _UNSERVED else ""
     raise HeadLoadError(

@@ -52,8 +52,8 @@ SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _DRAFT_HELP = (
-    "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; lookup: the "
-    "request's own text; HEAD,lookup: both; none."
+    "Folder or hub name, of a head or a small model; auto: a built-in target's own; mtp: the module in the target's "
+    "checkpoint; lookup: the request's own text; HEAD,lookup: both; none."
 )
 
 

@@ -175,7 +175,7 @@ def reading_options(options: LoadOptions) -> dict[str, Any]:
 
 
 def load_head(
-    draft: str | Path | Head | None,
+    draft: str | Path | Head | PreTrainedModel | None,
     target: Checkpoint | None,
     probed: TargetProbe,
     options: LoadOptions,
@@ -185,8 +185,8 @@ def load_head(
     """Load a draft head for a probed target, in the target's dtype and on its device; None for none.
 
     Args:
-        draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
-            module; a loaded head (see `check_head_type`) is taken as it is, if it fits.
+        draft: folder or hub name of a head or of a small draft model, "auto", or "mtp" for the target checkpoint's own
+            multi-token-prediction module; a loaded head or model (see `check_head_type`) is taken as it is, if it fits.
         options: those for reading the files (`drafters.families.Family.options`) count, and `draft_vocab`, as ids.
 
     Raises:
@@ -194,7 +194,7 @@ def load_head(
         InvalidInputError: an option for a head of another family or for a head that is loaded already, see `draft_on`.
     """
     given, vocabulary = reading_options(options), options.draft_vocab
-    if not isinstance(draft, (str, Path)):
+    if not isinstance(draft, (str, Path, PreTrainedModel)):
         check_options(given, None, "there is no draft head" if draft is None else "the head is loaded already")
         if vocabulary is not None:
             reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
@@ -202,9 +202,11 @@ def load_head(
         if draft is not None:
             _check_fits(draft, probed)
         return draft
-    family = IN_TARGET.get(str(draft))
+    family = None if isinstance(draft, PreTrainedModel) else IN_TARGET.get(str(draft))
+    path: str | Path | PreTrainedModel = draft
     if family is None:
-        path: str | Path = resolve_head(draft, None if target is None else target.name)
+        if not isinstance(draft, PreTrainedModel):
+            path = resolve_head(draft, None if target is None else target.name)
         family = family_of(path)
     elif target is None:
         raise HeadLoadError(
@@ -213,7 +215,15 @@ def load_head(
     else:
         path = locate(target.path, target.revision)
     check_options(given, family)
-    head = family.code().load_head(locate(path), probed.model, lambda: target_facts(probed), given)
+    if group.size > 1 and not family.among_ranks:
+        raise InvalidInputError(
+            f"draft: {family.name} drafts for a target in one process, not in {group.size}; give a head or "
+            "draft='lookup', or tensor_parallel_size=1"
+        )
+    found = path if isinstance(path, PreTrainedModel) else locate(path)
+    head = family.code().load_head(found, probed.model, lambda: target_facts(probed), given)
+    if isinstance(path, PreTrainedModel):
+        _check_fits(head, probed)
     if isinstance(head, Reported):
         _warn_of_unknown_keys(head)
     if vocabulary is not None:
@@ -233,13 +243,13 @@ def _warn_of_unknown_keys(head: Reported) -> None:
 
 
 def check_head_type(draft: Any) -> None:
-    """Check that a draft is a name or a loaded head.
+    """Check that a draft is a name, a loaded head, or a loaded model.
 
     Raises:
         HeadLoadError: it has some of a head's members, but not all; the message names those that it lacks.
         InvalidInputError: it is something else, which the message names.
     """
-    if isinstance(draft, (str, Path)) or (isinstance(draft, Head) and not isinstance(draft, type)):
+    if isinstance(draft, (str, Path, PreTrainedModel)) or (isinstance(draft, Head) and not isinstance(draft, type)):
         return
     # A protocol's members: annotated attributes, then methods and properties. isinstance names none that is missing.
     members = dict.fromkeys((*Head.__annotations__, *(name for name in vars(Head) if not name.startswith("_"))))
@@ -250,7 +260,8 @@ def check_head_type(draft: Any) -> None:
         )
     raise InvalidInputError(
         f"draft={short(draft)} (of type {type(draft).__name__}) is no draft head; give the "
-        "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), or None"
+        "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), a small causal language model "
+        "(by name or loaded), or None"
     )
 
 

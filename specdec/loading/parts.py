@@ -59,7 +59,7 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 
 def load_parts(
     target: str | Path | PreTrainedModel,
-    draft: str | Path | Head | None,
+    draft: str | Path | Head | PreTrainedModel | None,
     options: LoadOptions,
     group: Group,
     more_extras: MakeExtras,

@@ -224,7 +224,7 @@ class LoadArguments(LoadOptions):
     """All arguments of `SpeculativeModel.from_pretrained`, which has its signature from here."""
 
     target: str | Path | PreTrainedModel
-    draft: str | Path | Head | None = None
+    draft: str | Path | Head | PreTrainedModel | None = None
 
 
 def with_load_options(

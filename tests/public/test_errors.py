@@ -334,7 +334,7 @@ def test_a_loaded_encoder_and_decoder_is_named() -> None:
 
 DRAFTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a number": (lambda: 3, "draft=3 .* is no draft head"),
-    "a target": (tiny_llama, "is no draft head"),
+    "a model of other tokens": (lambda: tiny_llama(32), "has a vocabulary of 32 tokens, the target 64"),
     "a module": (lambda: torch.nn.Linear(2, 2), "is no draft head"),
     "a class": (lambda: type(table_head(tiny_llama())), "is no draft head"),
     "a list": (list, r"draft=\[\] .* is no draft head"),

@@ -76,7 +76,7 @@ def here(text: str) -> str:
     """With what is on this machine in place of what is on the hub."""
     for hub, name in STAND_INS.items():
         text = text.replace(hub, str(builtin_path(name)))
-    return text
+    return text.replace("meta-llama/Llama-3.2-1B-Instruct", "small")
 
 
 def commands(code: str) -> list[str]:
@@ -106,6 +106,7 @@ WITH_BLOCKS = [
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").symlink_to(builtin_path("gsm-llama"))
     rows = (json.dumps({"id": i, "prompt": question}) for i, question in enumerate(QUESTIONS))
     (tmp_path / "questions.jsonl").write_text("\n".join(rows), "utf-8")
     yield tmp_path

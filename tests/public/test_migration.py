@@ -57,7 +57,12 @@ def names() -> Iterator[dict[str, Any]]:
     with specdec.SpeculativeModel.from_pretrained(hf_models[0], draft=HEAD, tokenizer=tokenizer) as model:
         found = {name: getattr(specdec, name) for name in specdec.__all__}
         found |= {"T": T, "H": HEAD, "HEAD": HEAD, "model": model, "specdec": specdec, "tokenizer": tokenizer}
-        found |= {"hf_model": hf_models[1], "assistant": hf_models[2], "inputs": inputs, "TextStreamer": TextStreamer}
+        found |= {
+            "hf_model": hf_models[1],
+            "assistant": hf_models[2].float(),
+            "inputs": inputs,
+            "TextStreamer": TextStreamer,
+        }
         found |= {"AutoModelForCausalLM": AutoModelForCausalLM, "ids": inputs["input_ids"][0].tolist()}
         found |= {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "prompts": ["What is 3 + 4?"]}
         found["completion"] = model.generate("What is 3 + 4?", max_new_tokens=4)[0]

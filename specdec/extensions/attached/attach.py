@@ -49,6 +49,7 @@ class Attachment:
         """Raises as `wrapped`."""
         self.model = wrapped(hf_model, draft, options)
         self.fallback = fallback
+        self._draft = draft
         self.hf_model: PreTrainedModel = self.model.hf_model
         hf_model = self.hf_model
         self._own_generate = vars(hf_model).pop("generate", None)  # of a repository with a custom_generate folder
@@ -155,10 +156,13 @@ class Attachment:
         inputs, generation_config = arguments.pop("inputs"), arguments.pop("generation_config")
         streamer, function = arguments.pop("streamer"), arguments.pop("prefix_allowed_tokens_fn")
         processors, criteria = arguments.pop("logits_processor"), arguments.pop("stopping_criteria")
+        if arguments.get("assistant_model") is self._draft:  # the one that drafts here
+            arguments["assistant_model"] = None
         odd = {**arguments, **{name: kwargs.pop(name) for name in CACHES & set(kwargs)}}
         names = sorted(name for name, value in odd.items() if value is not None and value is not False)
         if names:
-            raise InvalidInputError(f"generate({', '.join(names)}=…) is not served by specdec.attach: {WAY_OUT}")
+            hint = "attach(model, draft=assistant) drafts with an assistant; " * ("assistant_model" in names)
+            raise InvalidInputError(f"generate({', '.join(names)}=…) is not served by specdec.attach: {hint}{WAY_OUT}")
         tokenizer, _ = kwargs.pop("tokenizer", None), kwargs.pop("trust_remote_code", None)
         kwargs.pop("assistant_tokenizer", None)
         configs = [kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)]

@@ -209,12 +209,12 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
             run(export, "gsm-llama-eagle3", "--layout", layout, "--out", str(tmp_path / "file" / "out"))
 
 
-@pytest.mark.parametrize("command", [inspect, export])
-def test_a_target_given_as_a_head_is_said_to_be_one(command: Any, tmp_path: Path) -> None:
+def test_a_whole_model_given_as_a_head_is_said_to_be_one(tmp_path: Path) -> None:
     folder = shutil.copytree(builtin_path("gsm-llama"), tmp_path / "target")  # by no name that is known
-    more = ["--layout", "specforge", "--out", str(tmp_path / "out")] if command is export else []
-    with pytest.raises(HeadLoadError, match="a whole language model: give it as the target"):
-        run(command, str(folder), *more)
+    with pytest.raises(InvalidInputError, match="a whole language model: give it as the target or as a draft model"):
+        run(export, str(folder), "--layout", "specforge", "--out", str(tmp_path / "out"))
+    said = run(inspect, str(folder))
+    assert said.exit_code == 0 and "a causal language model" in said.output and "give --target" in said.output
 
 
 @pytest.mark.parametrize("layout", ["speculators", "specforge"])

@@ -235,3 +235,15 @@ def test_row_wise_code_is_served_attached_and_plain(attached: Any, target: Any) 
     assert attached.model.engine_stats.rounds > rounds
     plain = copy.deepcopy(target).generate(**batch(logits_processor=LogitsProcessorList([processor])))
     assert found.tolist() == plain.tolist()
+
+
+@pytest.mark.slow
+def test_the_attached_draft_model_is_transformers_assistant() -> None:
+    target, assistant = tiny_llama(), tiny_llama(context=0.1)
+    alone = target.generate(PADDED, attention_mask=MASK, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    with attach(target, draft=assistant, num_speculative_tokens=3, **SIZES) as handle:
+        named = batch(max_new_tokens=8, pad_token_id=0)
+        assert torch.equal(target.generate(**named, assistant_model=assistant), alone)
+        assert handle.model.engine_stats.requests == 2, "a batch, which transformers refuses"
+        with pytest.raises(InvalidInputError, match=r"assistant_model=….*attach\(model, draft=assistant\) drafts with"):
+            target.generate(**named, assistant_model=tiny_llama(context=0.1))

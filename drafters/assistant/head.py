@@ -1,0 +1,138 @@
+"""AssistantHead: a small causal language model as a draft head. It runs unmodified, with attention over its own pages.
+
+It reads committed token ids and nothing of the target: position p holds the token at p, whose logits are those of the
+token at p+1. So its pages hold what a plain forward over the same tokens computes.
+
+Source: Leviathan et al. 2023, arXiv 2211.17192 (a small approximation model); huggingface/transformers,
+generation/candidate_generator.py (AssistedCandidateGenerator).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.errors import UnsupportedAttentionError
+from attention.hf.port import AttentionPort
+from attention.hf.probe import Probe, probe
+from attention.spec import AttentionSpec
+from drafters.checkpoints.config_fields import HeadReport
+from drafters.errors import HeadLoadError
+from drafters.loops.base import Attend, LoopSize
+from drafters.loops.tokens import TokenLoop
+
+_UNSERVED = {"has_sinks": "attention sinks", "chunk_size": "attention in chunks", "temperature": "tuned temperatures"}
+"""Fields of an AttentionSpec that need more than keys, values and a window."""
+
+
+class AssistantHead(nn.Module):
+    """A `drafters.base.Head` around a causal language model. Its block output is the model's logits [T, V].
+
+    While it lives, the model's own forward still works, and waits for a round's; afterwards the model is as it was.
+    """
+
+    def __init__(self, model: PreTrainedModel, report: HeadReport | None = None) -> None:
+        """model: on the target's device, in its dtype. report: of the checkpoint that it was loaded from.
+
+        Raises:
+            HeadLoadError: a model that cannot run over the head's pages; the message says why.
+        """
+        super().__init__()
+        found = _probed(model)
+        self.model = model
+        self.checkpoint_report = report
+        self.attention_specs = tuple(call.attention_spec for call in found.calls)
+        self.aux_layers: tuple[int, ...] = ()
+        self.hidden_size = self.draft_vocab_size = found.vocab_size
+        self._selects_rows = found.selects_rows
+        self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._port = AttentionPort(model, found.calls)
+        # The model may be the user's, who goes on using it.
+        weakref.finalize(self, self._port.release).atexit = False
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """[T, 0]: it reads no states of the target."""
+        return aux_hidden_states
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """One pass over T rows.
+
+        Args:
+            token_ids, positions: [T] int64, p and the token at p (a head that reads the target's states gets that at
+                p+1). hidden: not read. attend: remembers K and V and attends.
+            rows: [R] int64, the rows whose logits are computed; None for all.
+
+        Returns:
+            The logits [R, V] of the tokens at p+1.
+        """
+        if self._longest is not None:  # learned embeddings have no row beyond; the target's requests may be longer
+            positions = positions.clamp_max(self._longest - 1)
+        selection: dict[str, Any] = {}
+        if self._selects_rows:
+            selection = {"logits_to_keep": 0 if rows is None else rows}
+        with self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value)):
+            output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
+        logits: Tensor = output.logits[0]
+        return logits if rows is None or self._selects_rows else logits.index_select(0, rows)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[R, V]: the block output itself."""
+        return x
+
+    def feedback(self, x: Tensor) -> Tensor:
+        """[R, V], which the next step does not read."""
+        return x
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The vocabularies are the same."""
+        return draft_ids
+
+    def draft_loop(self, limits: LoopSize) -> TokenLoop:
+        """A chain that begins at the bonus token."""
+        return TokenLoop(self)
+
+
+def _probed(model: PreTrainedModel) -> Probe:
+    """The model's attention layers. Raises HeadLoadError: something in it cannot run over the head's pages."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    try:
+        found = probe(model)
+    except UnsupportedAttentionError as error:
+        raise HeadLoadError(f"{name} cannot draft: it does not run on the paged cache: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise HeadLoadError(
+            f"{name} cannot draft: on four tokens with position_ids and no mask its forward raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if found.recurrent_calls or getattr(model, "_is_stateful", False):
+        raise HeadLoadError(f"{name} cannot draft: it has recurrent layers; give a model of attention layers alone")
+    if len(found.calls) != config.num_hidden_layers:
+        raise HeadLoadError(
+            f"{name} cannot draft: it has {config.num_hidden_layers} layers, but {len(found.calls)} of them call "
+            "transformers' attention interface"
+        )
+    for call in found.calls:
+        _check_served(name, call.attention_spec)
+    _check_rope(name, config)
+    return found
+
+
+def _check_served(name: str, spec: AttentionSpec) -> None:
+    odd = next((what for field, what in _UNSERVED.items() if getattr(spec, field)), None)
+    if odd is not None:
+        raise HeadLoadError(f"{name} cannot draft: its layers have {odd}, which are not served in draft models")
+
+
+def _check_rope(name: str, config: Any) -> None:
+    """Refuse rotary embeddings that depend on the longest row of the batch: a row's drafts must be its own."""
+    own = getattr(config, "rope_parameters", None) or {}
+    for parameters in (own, *(each for each in own.values() if isinstance(each, dict))):
+        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
+            raise HeadLoadError(
+                f"{name} cannot draft: its rotary embedding (rope_type={kind!r}) changes with a batch's longest row"
+            )
