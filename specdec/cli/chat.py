@@ -91,8 +91,7 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         shown = ""
         try:
-            stream = self._model.stream(asked, self._params)
-            with contextlib.closing(stream):
+            with self._model.stream(asked, self._params) as stream:
                 for update in stream:
                     shown += update.text
                     click.echo(update.text, nl=False)

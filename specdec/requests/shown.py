@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -101,7 +100,7 @@ def with_bar(stream: Any, hidden: bool = False) -> Iterator[tuple[int, Any]]:
     from tqdm.auto import tqdm
 
     tokens, verified, emitted, begin = 0, 0, 0, time.perf_counter()
-    with closing(stream), tqdm(total=stream.num_requests, unit="completion", disable=hidden) as bar:
+    with stream, tqdm(total=stream.num_requests, unit="completion", disable=hidden) as bar:
         for update in stream:
             tokens += len(update.token_ids)
             if update.completion is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -228,7 +227,7 @@ class RunningCall:
     def _completed(self) -> Iterator[tuple[int, Completion]]:
         """Each completion with its place; the streamer gets the prompt, then every token."""
         streamer = self.asked.streamer
-        with closing(self.stream):  # also where the streamer raises
+        with self.stream:  # also where the streamer raises
             if streamer is not None:
                 streamer.put(self.asked.ids.cpu())
             for update in chain((self.first,), self.stream):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from attention.transport.region_tables import EngineTable
@@ -152,7 +152,7 @@ class Transfers:
             begun: list[Completion | Stream] = []
             for handoff in given:
                 own = handoff.completion or self._resumed(handoff, timeout, on_failure)
-                begun.append(stack.enter_context(closing(own)) if isinstance(own, Stream) else own)
+                begun.append(stack.enter_context(own) if isinstance(own, Stream) else own)
             return [own.completions()[0] if isinstance(own, Stream) else own for own in begun]
 
     def stream_resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Iterator[StreamUpdate]:
@@ -164,7 +164,7 @@ class Transfers:
         if handoff.completion is not None:
             yield StreamUpdate(0, handoff.token_ids, handoff.completion.text, handoff.completion)
             return
-        with closing(self._resumed(handoff, timeout, on_failure)) as stream:
+        with self._resumed(handoff, timeout, on_failure) as stream:
             yield from stream
 
     def _resumed(self, handoff: Handoff, timeout: float, on_failure: OnFailure) -> Stream:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from specdec.engine.streams import Stream, StreamUpdate, placed, raise_first
 from specdec.errors import ENDED, SpecdecError
@@ -27,7 +27,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     completion. A task that is cancelled while it reads cancels the requests: their rows and pages are free after the
     round that runs. A failed request does not end the others of its call: its error is raised after their last update.
 
-    `cancel` and `close` may be called on any thread.
+    `cancel` and `close` may be called on any thread. `async with` closes it at its end.
     """
 
     def __init__(self, leader: Any, make: Callable[[], Stream], is_long: bool = False) -> None:
@@ -66,6 +66,12 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         except BaseException:  # asyncio.CancelledError is no Exception: a cancelled read cancels the requests
             self.close()
             raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
 
     async def start(self) -> None:
         """Queue the requests now, if they are not, and wait until they are.

@@ -258,9 +258,8 @@ def test_a_stream_that_is_dropped_or_left_is_ended(model: Any) -> None:
     async def left() -> None:
         async for _ in model.stream_async(PROMPTS[0], ENDLESS):
             break
-        stream = model.stream_async(PROMPTS[1], ENDLESS)
-        await anext(stream)
-        await stream.aclose()
+        async with model.stream_async(PROMPTS[1], ENDLESS) as stream:
+            await anext(stream)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
         await until(lambda: not model.engine.has_work)
