@@ -20,7 +20,7 @@ import click
 
 from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
-from specdec.import_names import ROOT, check_sibling
+from specdec.import_names import ROOT, check_sibling, other_distribution
 from specdec.user_warnings import busy_cores
 
 _PACKAGES = (
@@ -69,7 +69,11 @@ def examined() -> Facts:
         "extras": {name: extra_facts(name, needed) for name, needed in extras.items()},
         "caches": cache_facts(),
         "settings": {name: _short(os.environ[name]) for name in _SETTINGS if name in os.environ},
-        "problems": [*shadowed(), *(f"{each} is needed: pip install '{each}'" for each in unmet(wanted))]
+        "problems": [
+            *filter(None, [other_distribution()]),
+            *shadowed(),
+            *(f"{each} is needed: pip install '{each}'" for each in unmet(wanted)),
+        ]
         + ([device["error"]] if "error" in device else []),
         "hints": hints(device),
     }
