@@ -99,6 +99,32 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert out.strip() == "0 []"
 
 
+ABSENT = [
+    ["generate", "--file", "gone.jsonl"],
+    ["generate", "--model", "./gone", "hi"],
+    ["generate", "--draft", "./gone,lookup", "hi"],
+    ["generate", "--draft", "lookp", "hi"],
+    ["batch", "gone.jsonl", "out.jsonl"],
+    ["chat", "--model", "gsm-lama"],
+    ["inspect", "./gone"],
+    ["inspect", "auto", "--target", "./gone"],
+    ["export", "./gone", "--layout", "specforge", "--out", "out"],
+    ["train", "eagle3", "--data", "gone.jsonl", "--output", "out"],
+    ["eval", "acceptance", "--data", "gone.jsonl"],
+    ["eval", "lossless", "--data", "arithmetic", "--model", "./gone"],
+]
+
+
+@pytest.mark.slow
+def test_what_is_not_there_is_an_error_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from specdec.cli.main import cli\n"
+        f"print([CliRunner().invoke(cli, words).exit_code for words in {ABSENT!r}], 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == f"{[2] * len(ABSENT)} False"
+
+
 @pytest.mark.slow
 def test_help_is_quick() -> None:
     """It takes less processor time than importing torch alone, which does not depend on how busy the machine is."""
