@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from attention.errors import manual
 from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
 from specdec.import_names import ROOT, check_sibling, other_distribution
@@ -62,7 +63,11 @@ def examined() -> Facts:
     wanted, extras = requirements()
     device = device_facts()
     return {
-        "specdec": {"version": _version(DISTRIBUTION), "folder": _short(ROOT)},
+        "specdec": {
+            "version": _version(DISTRIBUTION),
+            "folder": _short(ROOT),
+            "docs and examples": _short(manual() or ROOT),
+        },
         "system": system_facts(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "device": device,
