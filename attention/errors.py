@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 ERRORS_PAGE = "docs/reference/errors.md"
-"""The page with the cause and the remedy of every error; its address, where the site is published."""
+"""The page with the cause and the remedy of every error."""
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def manual(root: Path = _ROOT) -> Path | None:
+    """The folder in which an installed wheel has docs/ and examples/; None in a checkout, and where there is none.
+
+    root: the folder of our packages; pip puts `share/doc` into a folder above it ([tool.setuptools.data-files]).
+    """
+    if (root / ERRORS_PAGE).is_file():
+        return None
+    found = (folder / "share" / "doc" / "specdec-hf" for folder in (root, *root.parents))
+    return next(filter(Path.is_dir, found), None)
 
 
 class SpecdecError(Exception):
@@ -18,7 +34,7 @@ class SpecdecError(Exception):
         """The section of the manual; classes without a section use their base class's."""
         ours = ("attention", "drafters", "specdec", "evals")
         named = (one for one in cls.__mro__ if one.__module__.partition(".")[0] in ours and one.__name__[0] != "_")
-        return f"{ERRORS_PAGE}#{next(named).__name__.lower()}"
+        return f"{(manual() or Path()) / ERRORS_PAGE}#{next(named).__name__.lower()}"
 
 
 class InvalidInputError(SpecdecError, ValueError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specdec.import_names import OldNames, check_sibling
+from specdec.import_names import OldNames, check_sibling, other_distribution
 
 if TYPE_CHECKING:
     from specdec.engine.streams import StreamUpdate
@@ -114,6 +115,19 @@ _HOMES = {
 for _name in ("attention", "drafters"):
     check_sibling(_name)
 sys.meta_path.insert(0, OldNames())
+
+
+def _prepare() -> None:
+    """What the first import does beside names."""
+    from specdec.errors import SpecdecWarning
+    from specdec.user_warnings import drop_noise
+
+    drop_noise()
+    if problem := other_distribution():
+        warnings.warn(problem, SpecdecWarning, stacklevel=3)
+
+
+_prepare()
 
 
 def __getattr__(name: str) -> Any:

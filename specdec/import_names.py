@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +70,22 @@ class _Renamed(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has just replaced it by that of the old name
+
+
+def other_distribution() -> str:
+    """What is wrong where the distribution `specdec` of the package index is installed, too; "" where it is not.
+
+    Its package and its command have our names, so whichever is installed last writes over the other's files.
+    """
+    try:
+        found = version("specdec")
+    except PackageNotFoundError:
+        return ""
+    return (
+        f"another project's distribution named 'specdec' ({found}) is installed, and writes over files and the command "
+        "of this library, which is specdec-hf; to repair: pip uninstall specdec, then install specdec-hf again with "
+        "--force-reinstall --no-deps"
+    )
 
 
 def check_sibling(name: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -28,6 +30,24 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and _is_in(frame, folders):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, SpecdecWarning, stacklevel=level)
+
+
+_NOISE = {
+    "torchao": r"Failed to load \S*torchao/\S*_C\S*\.so: ",
+    "torch.utils._pytree": r".*is an Enum subclass and is now natively supported by torch\.compile",
+}
+"""What is logged when transformers imports torchao, whoever needs it: kernels for other machines, and a deprecation
+that concerns its authors. By logger, as a regular expression."""
+
+
+def drop_noise() -> None:
+    """Drop the messages of `_NOISE`, which our imports of transformers cause; others of these loggers are kept."""
+    for name in _NOISE:
+        logging.getLogger(name).addFilter(_is_no_noise)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return not re.match(_NOISE[record.name], record.getMessage())
 
 
 def busy_cores(threads: int) -> str:

@@ -121,7 +121,7 @@ def _identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def importers(root: Path) -> dict[str, set[str]]:
-    """By module of the library, which others of its modules import it or something of it."""
+    """By module of the library, which others of its modules import it or something of it; `__main__` is an entry."""
     names = {path.with_suffix("").as_posix().replace("/", "."): path for path in trees(root)}
     found: dict[str, set[str]] = {name: set() for name in names}
     for name, path in names.items():
@@ -133,7 +133,7 @@ def importers(root: Path) -> dict[str, set[str]]:
             else:
                 continue
             for target in targets:
-                if target in found and target != name:
+                if target in found and target != name and not name.endswith("__main__"):
                     found[target].add(name)
     return found
 

@@ -160,6 +160,7 @@ ROOMS = [
     "specdec/extensions/head_check",
     "specdec/extensions/training",
     "specdec/cli",
+    "specdec/__main__.py",
     "evals/errors.py",
     "evals/data",
     "evals/runs",

@@ -26,7 +26,7 @@ _shared_options = added(
         shared.model_options,
         shared.draft_option,
         option("--data", "Local data: see below; default $SPECDEC_DATA.", PATH),
-        option("--k", "Drafts a round.", COUNT, 5),
+        option("-k --num-speculative-tokens --k k", "Drafts a round.", COUNT, 5),
         option("--limit", "First N questions of each task.", COUNT),
         shared.max_new_tokens_option(256),
         shared.batch_size_option(32),

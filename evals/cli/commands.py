@@ -36,9 +36,9 @@ _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0),
 @click.command(
     short_help="Acceptance length, rates and speed-up of a draft head.",
     epilog=examples(
-        "specdec eval acceptance --data arithmetic --limit 20 --k 1,3,5",
-        "specdec eval acceptance --data arithmetic --limit 20 --model gsm-deepseek --draft mtp --k 3 --explain",
-        "specdec eval acceptance --data gsm8k --limit 200 --k 5 --output a.json --report a.html",
+        "specdec eval acceptance --data arithmetic --limit 20 -k 1,3,5",
+        "specdec eval acceptance --data arithmetic --limit 20 --model gsm-deepseek --draft mtp -k 3 --explain",
+        "specdec eval acceptance --data gsm8k --limit 200 -k 5 --output a.json --report a.html",
     ),
 )
 @shared.model_options
@@ -67,9 +67,9 @@ def acceptance(**options: Any) -> None:
 
     An interrupted run is continued when it is started again with the same settings.
     """
+    data = _data(options)
     from evals.acceptance.acceptance import Plan, sweep
 
-    data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
 
     plan = Plan(
@@ -98,7 +98,7 @@ def acceptance(**options: Any) -> None:
 @shared.model_options
 @option("--draft", "The head of a side that names none.", default="auto")
 @shared.data_options
-@option("--k default_k", "K of a side that names none.", COUNT, 5)
+@option("-k --num-speculative-tokens --k default_k", "K of a side that names none.", COUNT, 5)
 @shared.asking_options
 @_WARMUP
 @shared.output_options
@@ -108,10 +108,10 @@ def compare(a: str, b: str, **options: Any) -> None:
 
     A side is a head, or key=value pairs joined by commas: draft=HEAD,k=3,backend=torch,dtype=float32.
     """
+    data = _data(options)
     from evals.acceptance.acceptance import Plan
     from evals.runs.conversations import Configuration
 
-    data = _data(options)
     defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {"k": options["default_k"]}
     left, right = (shared.parse_arm(text, defaults) for text in (a, b))
     if not (left["k"] or right["k"]):
@@ -131,8 +131,8 @@ def compare(a: str, b: str, **options: Any) -> None:
 @click.command(
     short_help="Check that speculation leaves the target's output unchanged.",
     epilog=examples(
-        "specdec eval lossless --data arithmetic --limit 20 --k 5",
-        "specdec eval lossless --data arithmetic --limit 20 --mode greedy --k 1,3,5",
+        "specdec eval lossless --data arithmetic --limit 20 -k 5",
+        "specdec eval lossless --data arithmetic --limit 20 --mode greedy -k 1,3,5",
         "specdec eval lossless --data gsm8k --model gsm-deepseek --draft mtp --mode sampled --samples 2000",
     ),
 )
@@ -153,14 +153,14 @@ def lossless(**options: Any) -> None:
     Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
     have the target's distribution.
     """
-    from evals.acceptance.acceptance import Plan, sweep
-    from evals.lossless.lossless import check, print_check
-    from specdec.cli.tables import make_console
-
     options.update(temperature=0.0, top_k=0, top_p=1.0)
     if options["mode"] != "greedy":
         require("scipy", "eval")
     data = _data(options)
+    from evals.acceptance.acceptance import Plan, sweep
+    from evals.lossless.lossless import check, print_check
+    from specdec.cli.tables import make_console
+
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
     plan = Plan(data, sweep(options["ks"]), shared.make_asking(options), options["batch_size"], warmup=0)
     with _begun(options, specs, plan) as run:

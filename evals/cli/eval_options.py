@@ -24,6 +24,7 @@ from specdec.cli.options import (
     option,
     sampling_of,
 )
+from specdec.loading import names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,9 @@ OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "s
 model_options = added(
     (
         option(
-            "--model", "Built-in name, folder or hub name, also of a head that names its target; default gsm-llama."
+            "--model",
+            "Built-in name, folder or hub name, also of a head that names its target; default gsm-llama.",
+            names.model_name,
         ),
         load_options(offered("eval", OWN_NAMES)),
     )
@@ -68,7 +71,8 @@ model_options = added(
 draft_option = option(
     "--draft",
     "Folder or hub name of the head; auto = the built-in one, or the one given alone as --model.",
-    default="auto",
+    names.draft_name,
+    "auto",
 )
 
 data_options = added(
@@ -83,7 +87,7 @@ data_options = added(
     )
 )
 
-ks_option = option("--k ks", "Drafts a round; 1,3,5 sweeps.", NUMBERS, "5")
+ks_option = option("-k --num-speculative-tokens --k ks", "Drafts a round; 1,3,5 sweeps.", NUMBERS, "5")
 seed_option = option("--seed", default=0)
 _ASKED = (
     option("--system", "A system prompt before every conversation."),
@@ -223,7 +227,8 @@ def parse_arm(text: str, defaults: Mapping[str, Any]) -> Options:
     """
     if "=" not in text:
         return {**defaults, "draft": text}
-    found: Options = {key: value for key, _, value in (part.partition("=") for part in text.split(","))}
+    parts = (part.partition("=") for part in text.split(","))
+    found: Options = {"k" if key == "num_speculative_tokens" else key: value for key, _, value in parts}
     if set(found) - {"draft", "k", "backend", "dtype"} or not all(found.values()):
         raise click.BadParameter(f"{text!r}: give a head, or key=value pairs of draft, k, backend, dtype")
     if "k" in found:

@@ -266,7 +266,7 @@ def untried(prediction: Json, size: str) -> str:
     within = max([1.0, *(cell["speedup"] for cell in cells if not cell["extrapolated"])])
     if not beyond or max(cell["speedup"] for cell in beyond) <= within:
         return ""
-    return f"; larger K may be faster, which nothing here has measured: try --k {min(cell['k'] for cell in beyond)}"
+    return f"; larger K may be faster, which nothing here has measured: try -k {min(cell['k'] for cell in beyond)}"
 
 
 def _difference_table(found: Json, questions: int) -> Table:

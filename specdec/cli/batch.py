@@ -11,6 +11,7 @@ import click
 
 from specdec.cli.options import (
     COUNT,
+    FILE,
     PATH,
     SAMPLING,
     SAMPLING_OPTIONS,
@@ -43,7 +44,7 @@ _FAILED = 1
         "specdec batch questions.jsonl answers.jsonl --ray 8",
     )
 )
-@click.argument("source", metavar="IN.jsonl", type=PATH)
+@click.argument("source", metavar="IN.jsonl", type=FILE)
 @click.argument("target", metavar="OUT.jsonl", type=PATH)
 @option("--ray workers", "N workers of a Ray cluster (RAY_ADDRESS, or here).", COUNT, metavar="N")
 @added(SAMPLING_OPTIONS)

@@ -18,9 +18,10 @@ from typing import Any
 
 import click
 
+from attention.errors import manual
 from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
-from specdec.import_names import ROOT, check_sibling
+from specdec.import_names import ROOT, check_sibling, other_distribution
 from specdec.user_warnings import busy_cores
 
 _PACKAGES = (
@@ -62,14 +63,22 @@ def examined() -> Facts:
     wanted, extras = requirements()
     device = device_facts()
     return {
-        "specdec": {"version": _version(DISTRIBUTION), "folder": _short(ROOT)},
+        "specdec": {
+            "version": _version(DISTRIBUTION),
+            "folder": _short(ROOT),
+            "docs and examples": _short(manual() or ROOT),
+        },
         "system": system_facts(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "device": device,
         "extras": {name: extra_facts(name, needed) for name, needed in extras.items()},
         "caches": cache_facts(),
         "settings": {name: _short(os.environ[name]) for name in _SETTINGS if name in os.environ},
-        "problems": [*shadowed(), *(f"{each} is needed: pip install '{each}'" for each in unmet(wanted))]
+        "problems": [
+            *filter(None, [other_distribution()]),
+            *shadowed(),
+            *(f"{each} is needed: pip install '{each}'" for each in unmet(wanted)),
+        ]
         + ([device["error"]] if "error" in device else []),
         "hints": hints(device),
     }

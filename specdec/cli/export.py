@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 from specdec.cli.options import COUNT, PATH, examples, load_options, option
 from specdec.errors import InvalidInputError
+from specdec.loading.names import draft_name, model_name
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
         "specdec export run/head --layout custom_generate --target ./llama --out llama-that-speculates",
     )
 )
-@click.argument("head")
+@click.argument("head", type=draft_name)
 @option(
     "--layout",
     "speculators: vLLM's; specforge: SGLang's; "
@@ -40,7 +41,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
     required=True,
 )
 @option("--out", "Folder; it must be empty, or not exist.", PATH, required=True)
-@option("--target", "The head's target: built-in name, folder or hub name. Default: what the head names.")
+@option("--target", "The head's target: built-in name, folder or hub name. Default: what the head names.", model_name)
 @option("--verifier", "speculators: the target's name in the configuration. Default: --target.")
 @option("--dtype", "Of the stored weights. Default: as they are stored.", click.Choice(_DTYPES))
 @option(

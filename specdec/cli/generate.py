@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from specdec.cli.options import (
+    FILE,
     PATH,
     SAMPLING_OPTIONS,
     added,
@@ -40,7 +41,7 @@ _GENERATE_EXAMPLES = examples(
 
 @click.command(epilog=_GENERATE_EXAMPLES)
 @click.argument("prompt", required=False)
-@option("--file", "Prompts: .jsonl (one a line, one batch), or one text.", PATH)
+@option("--file", "Prompts: .jsonl (one a line, one batch), or one text.", FILE)
 @flag("--raw", "Give the prompt as it is, without the chat template.")
 @flag("--stats", "Print acceptance length, acceptance per position and times.")
 @flag("--json as_json", "One JSON object a prompt, as each ends, instead of text.")
@@ -55,8 +56,6 @@ def generate(
     The lines of a .jsonl file are one batch. Objects of --json and --output come as their prompts end, with the "index"
     of the line (from 0) and its "id" if it has one.
     """
-    from specdec.loading.tokenizers import as_chats
-
     if stats and as_json:
         raise click.UsageError("--json has the statistics of each prompt in it; leave --stats out")
     check_sampling(options)
@@ -64,6 +63,8 @@ def generate(
     if output is not None:
         _check_new(output)
     model, params = load_for_sampling(options)
+    from specdec.loading.tokenizers import as_chats
+
     prompts = [each.prompt for each in asked]
     prompts = prompts if raw else as_chats(model.tokenizer, prompts)
     if as_json or output is not None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from specdec.cli.options import PATH, examples, flag, load_model, load_options_of, model_options, option
+from specdec.cli.options import FILE, examples, flag, load_model, load_options_of, model_options, option
 from specdec.errors import InvalidInputError
+from specdec.loading.names import draft_name, model_name
 
 if TYPE_CHECKING:
     from drafters.checkpoints.config_fields import HeadReport
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
         "specdec inspect run/head --target gsm-llama --head-override aux_layers=[1,3,4]",
     )
 )
-@click.argument("head", required=False)
-@option("--target", "Of HEAD: built-in name, folder or hub name. Default: the one that HEAD names.")
-@option("--file", "Prompts of the agreement check: .jsonl, or one text.", PATH)
+@click.argument("head", required=False, type=draft_name)
+@option("--target", "Of HEAD: built-in name, folder or hub name. Default: the one that HEAD names.", model_name)
+@option("--file", "Prompts of the agreement check: .jsonl, or one text.", FILE)
 @flag("--json as_json", "The facts as one JSON object, numbers as they are.")
 @model_options()
 @click.pass_context

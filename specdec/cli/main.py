@@ -7,8 +7,6 @@ importing torch. Other packages add commands through entry points (specdec/cli/l
 
 from __future__ import annotations
 
-import logging
-import re
 import warnings
 from collections.abc import Mapping
 from functools import cached_property
@@ -67,8 +65,6 @@ cli = Commands(
         'specdec generate --model Qwen/Qwen3-8B --draft lookup "Why is the sky blue?"',
         "specdec inspect --model gsm-deepseek --draft mtp",
         "specdec doctor",
-        "specdec eval acceptance --data arithmetic --limit 20",
-        "specdec eval lossless --data arithmetic --limit 20",
     ),
 )
 cli = click.version_option(package_name="specdec-hf", prog_name="specdec")(cli)
@@ -77,21 +73,7 @@ cli = click.version_option(package_name="specdec-hf", prog_name="specdec")(cli)
 def main() -> None:
     """Entry point of the `specdec` command. A warning is one line, without the place in the code it came from."""
     warnings.formatwarning = _one_line
-    for name in _NOISE:
-        logging.getLogger(name).addFilter(_is_no_noise)
     cli()
-
-
-_NOISE = {
-    "torchao": r"Failed to load \S*torchao/\S*_C\S*\.so: ",
-    "torch.utils._pytree": r".*is an Enum subclass and is now natively supported by torch\.compile",
-}
-"""What is logged when transformers imports torchao, whoever needs it: kernels for other machines, and a deprecation
-that concerns its authors. By logger, as a regular expression."""
-
-
-def _is_no_noise(record: logging.LogRecord) -> bool:
-    return not re.match(_NOISE[record.name], record.getMessage())
 
 
 def _one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:

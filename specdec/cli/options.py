@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
+from specdec.loading.names import draft_name, model_name
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 COUNT = click.IntRange(1)
 PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+"""A file that is read: looked for before anything heavy is imported, as are names of models (`model_name`)."""
 
 
 def option(
@@ -144,8 +147,8 @@ def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:
     return LoadOptions.from_words({name: value for name, value in options.items() if name in names} | more)
 
 
-_model = option("--model", "Built-in name, folder or hub name.", default=DEFAULT_MODEL)
-_draft = option("--draft", _DRAFT_HELP, default="auto")
+_model = option("--model", "Built-in name, folder or hub name.", model_name, DEFAULT_MODEL)
+_draft = option("--draft", _DRAFT_HELP, draft_name, "auto")
 
 
 def model_options(without: Container[str] = ()) -> Callable[[_Command], _Command]:

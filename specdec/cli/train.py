@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attention.backends.kinds import KINDS
-from specdec.cli.options import COUNT, PATH, added, examples, flag, load_options, load_options_of, offered, option
+from specdec.cli.options import COUNT, FILE, added, examples, flag, load_options, load_options_of, offered, option
 from specdec.errors import InvalidInputError
+from specdec.loading.names import model_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,7 @@ _DATA = (
     option(
         "--data",
         "JSONL of questions (messages, prompt or question a line); the target writes the answers. Repeatable.",
-        PATH,
+        FILE,
         multiple=True,
         required=True,
     ),
@@ -75,7 +76,7 @@ def train() -> None:
         "specdec train eagle3 --data a.jsonl --data b.jsonl --output run --steps 500 --held-out 64",
     )
 )
-@option("--model", _MODEL_HELP, default="gsm-llama")
+@option("--model", _MODEL_HELP, model_name, "gsm-llama")
 @added(_DATA)
 @option("--draft-vocab-size", "Default: the target's whole vocabulary.", COUNT)
 @option("--intermediate-size", "Of the head's MLP. Default: the target's.", COUNT)
@@ -93,7 +94,7 @@ def eagle3(**options: Any) -> None:
 
 
 @train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
-@option("--model", _MODEL_HELP, default="gsm-deepseek")
+@option("--model", _MODEL_HELP, model_name, "gsm-deepseek")
 @added(_DATA)
 @option("--module", "Checkpoint that holds the module. Default: the target's own.")
 @option("--steps", default=1000)

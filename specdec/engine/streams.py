@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import ENDED, SpecdecError
@@ -39,8 +39,8 @@ class StreamUpdate:
 class Stream(Iterator[StreamUpdate]):
     """An iterator over the updates of one call. The first `next` queues its requests.
 
-    May be read and closed on any thread. A failed request does not end the others of its call: its error is raised
-    after their last update.
+    May be read and closed on any thread; a with-block closes it at its end. A failed request does not end the others of
+    its call: its error is raised after their last update.
     """
 
     def __init__(
@@ -90,6 +90,12 @@ class Stream(Iterator[StreamUpdate]):
         except BaseException:  # the end, an error, or an interrupt: rows and pages must not wait for a reader
             self.close()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def next_update(self) -> tuple[int, Update] | None:
         """The next update with its place in the call, of a failed request too; None where all have ended."""

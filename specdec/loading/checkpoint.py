@@ -28,7 +28,7 @@ from drafters.checkpoints.tensor_files import (
     what_else,
 )
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
-from specdec.loading.names import BUILTIN_HEADS, misspelt, resolve
+from specdec.loading.names import give_model, misspelt, resolve
 from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, QUANTO_MAP, Quantisation, check_quantisation
 from specdec.values import short
 
@@ -214,7 +214,7 @@ def find_checkpoint(
         reason = misspelt(path)
         local = not reason and not hub_answers()
     if reason:
-        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{_give()}")
+        raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{give_model()}")
     return Checkpoint(str(name), path, revision, trust_remote_code, local)
 
 
@@ -229,7 +229,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     folder = Path(checkpoint.path)
     names = {entry.name for entry in folder.iterdir()}
     if "config.json" not in names:
-        raise ModelLoadError(f"{_without_config(names)}\n{_give()}")
+        raise ModelLoadError(f"{_without_config(names)}\n{give_model()}")
     config = read_json(folder / "config.json")
     if "generation_config.json" in names:
         read_json(folder / "generation_config.json")  # transformers ignores a damaged one, and so its eos ids
@@ -299,10 +299,3 @@ def _modelopt_config(folder: Path, names: set[str]) -> Mapping[str, Any] | None:
         return None
     said = read_json(folder / MODELOPT_FILE).get("quantization")
     return {"quant_method": MODELOPT, **(said if isinstance(said, dict) else {})}
-
-
-def _give() -> str:
-    return (
-        "Give a folder, a hub name, or a built-in name "
-        f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
-    )

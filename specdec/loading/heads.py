@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from drafters.vocab import ids_of, most_frequent
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
-from specdec.loading.names import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt, resolve
+from specdec.loading.names import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt_draft, resolve
 from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
@@ -122,12 +121,10 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """The head's folder or hub name; "auto" is the head built in with the target.
 
     Raises:
-        HeadLoadError: the target has no built-in head, or the name is a misspelling of a built-in head's.
+        HeadLoadError: the target has no built-in head, or the name is a misspelling of a word or of a built-in head.
     """
     if str(draft) != AUTO_HEAD:
-        if get_close_matches(str(draft), [LOOKUP], 1, 0.8) and not Path(draft).exists():
-            raise HeadLoadError(f"there is no head {str(draft)!r}; did you mean {LOOKUP!r}, drafts without a head?")
-        if reason := misspelt(draft):
+        if reason := misspelt_draft(draft):
             raise HeadLoadError(f"cannot load the head {str(draft)!r}: {reason}")
         return resolve(draft)
     head = BUILTIN_HEADS.get(builtin_name(target_name) or "")

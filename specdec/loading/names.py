@@ -8,6 +8,7 @@ list and complete names.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,14 @@ AUTO_HEAD = "auto"
 """The head that belongs to what was given as the target: a built-in one's, or the head itself that was given alone."""
 BUILTIN_HEADS = {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
 """Built-in targets, and the head that draft="auto" means for each."""
+
+DRAFT_WORDS = {
+    AUTO_HEAD: "the built-in head",
+    "mtp": "the module in the target's checkpoint",
+    "lookup": "drafts without a head",
+}
+"""Words that `draft` takes, and what each means."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 _ROOT = Path(str(files("specdec"))) / "models"
 Loaded = TypeVar("Loaded")
@@ -57,6 +66,46 @@ def misspelt(name: str | Path) -> str:
     return (
         f"there is no folder of that name; did you mean {close[0]!r}? Built in are {', '.join(builtin_names())}; "
         "models of the hub are given as owner/name"
+    )
+
+
+def misspelt_draft(draft: str | Path) -> str:
+    """As `misspelt`, of a value of `draft`: a word that it takes, or a built-in head."""
+    text = str(draft)
+    if text == "none":
+        return "without a head draft is None, which is the default"
+    close = [] if "/" in text or os.path.exists(text) else get_close_matches(text.lower(), DRAFT_WORDS, 1, 0.6)
+    return f"did you mean {close[0]!r}, {DRAFT_WORDS[close[0]]}?" if close else misspelt(text)
+
+
+def absent(name: str) -> str:
+    """What is wrong with a name that neither a folder here nor a model of the hub can have, in words; else ""."""
+    text = resolve(name)
+    if os.path.exists(text) or _HUB_NAME.fullmatch(text):
+        return ""
+    return "there is no folder of that name"
+
+
+def model_name(name: str) -> str:
+    """The name of a target, from a command; checked before anything heavy is imported. Raises ModelLoadError."""
+    if reason := absent(name) or misspelt(name):
+        raise ModelLoadError(f"cannot load the target model {short(name)}: {reason}.\n{give_model()}")
+    return name
+
+
+def draft_name(name: str) -> str:
+    """The value of `draft`, from a command; checked before anything heavy is imported. Raises HeadLoadError."""
+    for part in [name] if os.path.exists(name) else map(str.strip, name.split(",")):
+        if part not in (*DRAFT_WORDS, "none") and (reason := absent(part) or misspelt_draft(part)):
+            raise HeadLoadError(f"cannot load the head {short(part)}: {reason}")
+    return name
+
+
+def give_model() -> str:
+    """What names a target, for messages."""
+    return (
+        "Give a folder, a hub name, or a built-in name "
+        f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
     )
 
 

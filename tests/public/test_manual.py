@@ -148,7 +148,7 @@ def test_every_fence_has_a_language() -> None:
         opening = re.findall(r"^ *```(.*)$", path.read_text("utf-8"), re.M)[::2]
         assert set(opening) <= {"python", "bash", "text", "console", "json", "jsonl"}, (path, opening)
         of_console += [path.name] * opening.count("console")
-    assert of_console == ["evaluation.md"] * 4
+    assert of_console == ["evaluation.md"] * 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from specdec.engine.streams import Stream, StreamUpdate, placed, raise_first
 from specdec.errors import ENDED, SpecdecError

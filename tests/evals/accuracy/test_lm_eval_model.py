@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, version
@@ -16,6 +17,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
+import lm_eval
 from lm_eval._cli.run import Run
 from lm_eval.api.registry import get_model, model_registry
 
@@ -191,6 +193,15 @@ def test_our_tasks_are_known_unless_a_folder_is_named(
     monkeypatch.setattr(sys, "argv", ["specdec"])
     cli(["eval", "lm-eval", *typed], standalone_mode=False)
     assert read == [[*typed, *(["--include_path", str(TASKS)] if added else [])]]
+
+
+def test_the_page_names_the_newest_release_that_reads_no_entry_points() -> None:
+    """Where this fails, a release reads them: test `lm_eval --model specdec` with it, and name it there."""
+    sources = Path(lm_eval.__file__).parent.glob("*/*.py")
+    assert not [path for path in sources if "entry_points" in path.read_text("utf-8")]
+    page = (Path(lm_eval_model.__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
+    newest = re.search(r"up to ([\d.]+), the newest", page)
+    assert newest is not None and version("lm_eval") <= newest[1]
 
 
 def test_the_entry_point_names_the_class() -> None:

@@ -55,7 +55,7 @@ def test_acceptance_writes_everything_it_was_asked_for(invoke: Invoke, data: str
     assert len((tmp_path / "out" / "answers" / "k-3.jsonl").read_text().splitlines()) == 6
     (run,) = (tmp_path / "runs").iterdir()
     before = (run / "answers.jsonl").read_text()
-    assert invoke("acceptance", "--data", data, "--k", "1,3").exit_code == 0
+    assert invoke("acceptance", "--data", data, "--num-speculative-tokens", "1,3").exit_code == 0
     assert (run / "answers.jsonl").read_text() == before and list((tmp_path / "runs").iterdir()) == [run]
 
 

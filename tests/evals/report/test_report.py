@@ -202,7 +202,7 @@ def test_what_the_intervals_leave_out_is_said_beside_them() -> None:
 def test_an_extrapolation_is_no_advice() -> None:
     cells = [(1, 1.5, False), (2, 1.8, False), (3, 1.9, True)]
     table = [{"batch_size": 1, "k": k, "speedup": speed, "extrapolated": beyond} for k, speed, beyond in cells]
-    assert untried({"table": table}, "1") == "; larger K may be faster, which nothing here has measured: try --k 3"
+    assert untried({"table": table}, "1") == "; larger K may be faster, which nothing here has measured: try -k 3"
     assert (
         untried({"table": table[:2]}, "1") == untried({"table": [*table[:2], {**table[2], "speedup": 1.7}]}, "1") == ""
     )

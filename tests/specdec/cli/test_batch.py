@@ -119,7 +119,7 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded(
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     done = run("no-such-model", tmp_path / "in.jsonl")
-    assert done.exit_code == 2 and "cannot read" in done.output
+    assert done.exit_code == 2 and "does not exist" in done.output
     source = write(tmp_path / "in.jsonl", *ROWS)
     done = CliRunner().invoke(cli, ["batch", str(source), str(tmp_path / "none" / "out.jsonl")])
     assert done.exit_code == 2 and "there is no folder" in done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -67,18 +68,16 @@ class Interrupting:
         self.model = model
         self.streams: list[Any] = []
 
+    @contextmanager
     def stream(self, prompts: Any, params: Any) -> Any:
-        stream = self.model.stream(prompts, params)
-        self.streams.append(stream)
-        return self._updates(stream)
+        with self.model.stream(prompts, params) as stream:
+            self.streams.append(stream)
+            yield self._updates(stream)
 
     def _updates(self, stream: Any) -> Any:
-        try:
-            yield next(stream)
-            yield next(stream)
-            raise KeyboardInterrupt
-        finally:
-            stream.close()
+        yield next(stream)
+        yield next(stream)
+        raise KeyboardInterrupt
 
 
 @pytest.mark.slow

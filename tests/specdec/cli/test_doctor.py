@@ -62,10 +62,12 @@ def test_problems_come_last_and_are_the_exit_status(monkeypatch: pytest.MonkeyPa
             raise ImportError("specdec needs its own package 'drafters'")
 
     monkeypatch.setattr(doctor, "check_sibling", taken)
+    monkeypatch.setattr(doctor, "other_distribution", lambda: "another project's distribution")
     monkeypatch.setitem(sys.modules, "torch", None)
     result = CliRunner().invoke(cli, ["doctor"])
     assert result.exit_code == 1
     assert "PROBLEM: specdec needs its own package 'drafters'" in result.output
+    assert "PROBLEM: another project's distribution" in result.output
     assert "PROBLEM: torch cannot be imported: ModuleNotFoundError" in result.output
     assert "No problem found" not in result.output
 

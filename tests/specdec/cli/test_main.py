@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
 import subprocess
 import sys
+import warnings
 
 import click
 import pytest
@@ -13,7 +15,7 @@ from click.testing import CliRunner
 
 from evals.cli.main import evaluate
 from specdec.cli.lazy import LazyCommand, LazyGroup
-from specdec.cli.main import cli, main
+from specdec.cli.main import cli
 from specdec.cli.train import _aux_layers
 from specdec.errors import InvalidInputError
 
@@ -97,6 +99,32 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert out.strip() == "0 []"
 
 
+ABSENT = [
+    ["generate", "--file", "gone.jsonl"],
+    ["generate", "--model", "./gone", "hi"],
+    ["generate", "--draft", "./gone,lookup", "hi"],
+    ["generate", "--draft", "lookp", "hi"],
+    ["batch", "gone.jsonl", "out.jsonl"],
+    ["chat", "--model", "gsm-lama"],
+    ["inspect", "./gone"],
+    ["inspect", "auto", "--target", "./gone"],
+    ["export", "./gone", "--layout", "specforge", "--out", "out"],
+    ["train", "eagle3", "--data", "gone.jsonl", "--output", "out"],
+    ["eval", "acceptance", "--data", "gone.jsonl"],
+    ["eval", "lossless", "--data", "arithmetic", "--model", "./gone"],
+]
+
+
+@pytest.mark.slow
+def test_what_is_not_there_is_an_error_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from specdec.cli.main import cli\n"
+        f"print([CliRunner().invoke(cli, words).exit_code for words in {ABSENT!r}], 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == f"{[2] * len(ABSENT)} False"
+
+
 @pytest.mark.slow
 def test_help_is_quick() -> None:
     """It takes less processor time than importing torch alone, which does not depend on how busy the machine is."""
@@ -111,23 +139,28 @@ def test_help_is_quick() -> None:
 
 
 def test_what_torchao_logs_at_its_import_is_not_shown(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Other messages of the same loggers are."""
-    monkeypatch.setattr(sys, "argv", ["specdec", "--version"])
-    with pytest.raises(SystemExit):
-        main()
+    """Since `import specdec`. Other messages of the same loggers are."""
     ao, pytree = logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")
-    try:
-        ao.warning("Failed to load /x/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library")
-        ao.warning("Failed to load the weights")
-        kind = type("KernelPreference", (), {})
-        pytree.warning("%s is an Enum subclass and is now natively supported by torch.compile as an opaque", kind)
-        pytree.warning("another thing about pytrees")
-    finally:
-        for logger in (ao, pytree):
-            logger.filters.clear()
+    ao.warning("Failed to load /x/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library")
+    ao.warning("Failed to load the weights")
+    kind = type("KernelPreference", (), {})
+    pytree.warning("%s is an Enum subclass and is now natively supported by torch.compile as an opaque", kind)
+    pytree.warning("another thing about pytrees")
     assert [r.getMessage() for r in caplog.records] == ["Failed to load the weights", "another thing about pytrees"]
+
+
+def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["specdec", "--version"])
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("specdec", run_name="__main__")
+    assert capsys.readouterr().out.startswith("specdec, version ")
+
+
+def test_the_help_ends_with_a_command_that_needs_no_extra() -> None:
+    assert CliRunner().invoke(cli, ["--help"]).output.rstrip().endswith(" specdec doctor")
 
 
 def test_aux_layers_have_one_name_and_the_older_option_works() -> None:

@@ -93,10 +93,9 @@ def test_cancelling_never_queues_a_call_a_second_time() -> None:
 
 
 def test_a_stream_says_how_much_is_to_come() -> None:
-    stream = wrap(tiny_llama()).stream(PROMPTS[:2], [SamplingParams(1), SamplingParams(NEW)])
-    assert repr(stream) == "Stream(2 of 2 completions to come)"
-    while not (update := next(stream)).completion:
-        pass
-    assert update.index == 0 and repr(stream) == "Stream(1 of 2 completions to come)"
-    stream.close()
+    with wrap(tiny_llama()).stream(PROMPTS[:2], [SamplingParams(1), SamplingParams(NEW)]) as stream:
+        assert repr(stream) == "Stream(2 of 2 completions to come)"
+        while not (update := next(stream)).completion:
+            pass
+        assert update.index == 0 and repr(stream) == "Stream(1 of 2 completions to come)"
     assert repr(stream) == "Stream(0 of 0 completions to come)"

@@ -21,8 +21,16 @@ from transformers import (
 import specdec
 from evals.data.arithmetic import Problem, problems
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
-from specdec.loading.heads import resolve_head
-from specdec.loading.names import GSM_LLAMA, builtin_names, builtin_path, misspelt
+from specdec.loading.heads import IN_TARGET, LOOKUP, resolve_head
+from specdec.loading.names import (
+    AUTO_HEAD,
+    DRAFT_WORDS,
+    GSM_LLAMA,
+    builtin_names,
+    builtin_path,
+    misspelt,
+    misspelt_draft,
+)
 
 FOLDER = builtin_path(GSM_LLAMA)
 MIB = 2**20
@@ -69,6 +77,22 @@ def test_a_misspelt_name_is_refused_with_the_right_one(
     (tmp_path / name).mkdir()
     assert resolve_head(name, "gsm-llama") == name
     assert misspelt("gpt2") == misspelt("someone/gsm-lama") == misspelt("gsm-llama") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("atuo", "did you mean 'auto', the built-in head"),
+        ("mpt", "did you mean 'mtp', the module in"),
+        ("Lookup", "did you mean 'lookup', drafts without a head"),
+        ("none", "without a head draft is None"),
+    ],
+)
+def test_a_misspelt_word_of_draft_is_refused_with_the_right_one(name: str, words: str) -> None:
+    assert set(IN_TARGET) | {AUTO_HEAD, LOOKUP} == set(DRAFT_WORDS)
+    with pytest.raises(HeadLoadError, match=words):
+        resolve_head(name, "gsm-llama")
+    assert misspelt_draft("someone/mpt") == misspelt_draft("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B") == ""
 
 
 @pytest.mark.parametrize("name", builtin_names())
