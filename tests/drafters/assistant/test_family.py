@@ -13,10 +13,14 @@ import torch
 from fakes import VOCAB, hf_greedy, hooks_of, random_prompts, tiny_llama, wrap
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from attention.backends.invariant import InvariantBackend
+from drafters.assistant.head import AssistantHead
 from drafters.checkpoints.layouts import Layout, layout_of
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.families import FAMILIES, family_of
+from drafters.loops.base import LoopSize
 from specdec.errors import InvalidInputError, SpecdecError
+from specdec.loading.cuda_graphs import choose_graphs
 from specdec.loading.heads import load_head
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
@@ -123,6 +127,12 @@ def test_processes_that_divide_a_target_are_refused(monkeypatch: pytest.MonkeyPa
     group = Group()
     with pytest.raises(InvalidInputError, match=r"a small draft model drafts .* in one process, not in 2; give a head"):
         load_head(tiny_llama(context=0.1), None, probe_target(tiny_llama()), LoadOptions(), None, group)
+
+
+def test_graphs_are_refused_in_the_loops_own_words() -> None:
+    loop = AssistantHead(tiny_llama()).draft_loop(LoopSize())
+    with pytest.raises(InvalidInputError, match="small draft models run without CUDA graphs"):
+        choose_graphs(InvariantBackend(), loop, True)
 
 
 def test_options_of_other_families_are_refused() -> None:

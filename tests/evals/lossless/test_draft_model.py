@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -29,12 +28,9 @@ OF_THE_TARGET = of_the_target()
 
 @cache
 def built_in() -> SpeculativeModel:
-    """The target's own weights with noise draft for it."""
+    """The target's own weights draft for it, with logits half as large: q is flatter than p."""
     assistant = AutoModelForCausalLM.from_pretrained(builtin_path("gsm-llama"), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in assistant.parameters():
-            weight += 0.4 * weight.std() * torch.randn(weight.shape, generator=generator)
+    assistant.lm_head.weight = torch.nn.Parameter(0.5 * assistant.lm_head.weight.detach().clone())
     sizes: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 256, "num_speculative_tokens": K, "device": "cpu"}
     return SpeculativeModel.from_pretrained("gsm-llama", assistant, **sizes)
 
@@ -54,7 +50,11 @@ def found(samples: int) -> Any:
 @pytest.mark.thorough
 def test_samples_have_the_targets_distribution() -> None:
     fit = found(60)
-    assert fit.verdict is Verdict.PASS and 0.1 < fit.accepted / fit.drafts < 0.9, json.dumps(vars(fit), default=str)
+    assert fit.verdict is Verdict.PASS and 0.1 < fit.accepted / fit.drafts < 0.9, (
+        fit.verdict,
+        fit.accepted,
+        fit.drafts,
+    )
 
 
 @pytest.mark.long
@@ -62,4 +62,5 @@ def test_a_q_that_belongs_to_other_tokens_is_seen(monkeypatch: pytest.MonkeyPatc
     """Planted: probabilities are spread to the tokens after those that were drafted."""
     plain = DraftVocab.scatter
     monkeypatch.setattr(DraftVocab, "scatter", lambda self, probs: plain(self, probs).roll(1, -1))
-    assert found(60).verdict is Verdict.FAIL
+    fit = found(60)
+    assert fit.verdict is Verdict.FAIL, (fit.verdict, fit.accepted, fit.drafts)
