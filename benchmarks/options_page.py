@@ -55,8 +55,8 @@ REASONS: dict[str, str] = {
 _OF_SPECULATION = ("assistant_", "prompt_lookup_", "max_matching_", "speculation_", "target_lookbehind", "use_mtp")
 _HEADER = """# Options of a request
 
-This page has every option of a request: its default, its meaning, and its name in transformers. Start with
-[sampling options](how-to/sampling.md), which shows the usual ones at work.
+After this page you can set any option of a request, and translate a call of transformers. Each option is listed with
+its default, its meaning and its name there. [Sampling options](how-to/sampling.md) shows the usual ones at work.
 
 Give options by name, `model.generate(prompt, temperature=0.7)`, or as `SamplingParams(temperature=0.7)`. Both have the
 same names. Drafts change no result: greedy tokens are those of transformers' `generate` with the same option, and

@@ -35,7 +35,7 @@ def test_a_missing_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_option_has_a_meaning_for_its_first_reader() -> None:
     """In words, before any cell about how it is done; the page does not open with how it was written."""
     text = options_page.PAGE.read_text("utf-8")
-    assert text.splitlines()[2].startswith("This page has every option of a request")
+    assert text.splitlines()[2].startswith("After this page you can set any option of a request")
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| ", text.partition("## GenerationConfig")[0], re.M)
     assert {name for name, _, _ in rows} == {each.name for each in fields(SamplingParams)}
     assert [name for name, _, meaning in rows if len(meaning.split()) < 3] == []
