@@ -34,7 +34,7 @@ NO_OPTIONS = ("model", "user", "metadata", "store", "service_tier", "prompt_cach
 """Fields of a body that change no token."""
 OFF: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
-    **dict.fromkeys(("tools", "functions"), ([],)),
+    "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
     "best_of": (1,),
@@ -110,6 +110,8 @@ def request_of(body: Mapping[str, Any], chat: bool, allow_lark: bool = False) ->
     if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
     template = {name: body[name] for name in CHAT_OPTIONS if chat and name in body}
+    if template.get("chat_template") is not None:
+        raise InvalidInputError("chat_template: this service takes no templates, which run as code; leave it out")
     elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
     params = SamplingParams.from_dict({"temperature": 1.0, **own})
