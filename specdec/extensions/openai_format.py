@@ -275,10 +275,10 @@ class _Choices:
         if self._use.format is not None:
             reader = self._readers.get(at) or self._make(self._stream.prompts[at])
             self._readers[at] = reader
-            each = deltas(reader.read(update.token_ids, update.completion is not None))
+            each = deltas(reader.read(update.token_ids, update.completion is not None)) or [{}]
             has_calls = reader.num_calls > 0
-        if is_first or not each:
-            each = [{"role": "assistant", **(each[0] if each else {"content": ""})}, *each[1:]]
+        if is_first:
+            each = [{"role": "assistant", **each[0]}, *each[1:]]
         last = len(each) - 1
         return [
             {

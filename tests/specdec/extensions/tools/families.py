@@ -98,12 +98,13 @@ _BASE = AutoTokenizer.from_pretrained(Path(specdec.__file__).parent / "models" /
 def tokenizer_of(*families: str) -> Any:
     """A tokenizer with the families' markers: special tokens, but for Hermes's, which are added tokens without that.
 
-    Its chat template is the first one's.
+    Of several families none is special: those of the others would leave no text. Its chat template is the first one's.
     """
     own = copy.deepcopy(_BASE)
+    plain = {"hermes"} if len(families) == 1 else {*families}
     for family in families:
         markers = FORMATS[family].special
-        own.add_tokens([AddedToken(marker, special=family != "hermes", normalized=False) for marker in markers])
+        own.add_tokens([AddedToken(marker, special=family not in plain, normalized=False) for marker in markers])
         special = [AddedToken(text, special=True, normalized=False) for text in (*_MORE, ENDS[family])]
         own.add_tokens(special, special_tokens=True)
     own.add_tokens([AddedToken("\n\n", normalized=False)] if "llama3" in families else [])  # as Llama 3 has it
