@@ -33,7 +33,7 @@ class Service:
     ) -> None:
         self.model, self.name, self.api_key = model, name, api_key
         self.max_body_bytes, self.body_seconds, self.draining = max_body_bytes, body_seconds, False
-        self.allow_lark, self.stalled_seconds = False, 60.0
+        self.allow_lark, self.stalled_seconds, self.family = False, 60.0, "auto"
 
     def app(self) -> FastAPI:
         app, v1 = FastAPI(title="specdec"), APIRouter(prefix="/v1", dependencies=[Depends(self.authorise)])
@@ -68,18 +68,19 @@ class Service:
     async def answer(self, request: Request) -> Response:
         chat = request.url.path.endswith("/chat/completions")
         body = openai.body_of(await self.read(request), self.name)
-        (is_stream, counted), own = openai.streamed(body), openai.request_of(body, chat, self.allow_lark)
+        use = openai.tools_of(body, chat, self.model.tokenizer, self.family)
+        (is_stream, counted), own = openai.streamed(body), openai.request_of(body, chat, self.allow_lark, use)
         stream, head = self.model.stream_async(*own), openai.head_of(self.name, chat)
         if is_stream:
             await stream.start()  # what is wrong with the request is told by the status
-            events = openai.events(stream, self.model.tokenizer, head, chat, counted)
+            events = openai.events(stream, self.model.tokenizer, head, chat, counted, use, own[1].stop)
             return StreamingResponse(events, media_type="text/event-stream")
         work, gone = asyncio.ensure_future(stream.completions()), asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response(status_code=499)  # the client has gone: its request is cancelled
-            return answered(head | openai.response_of(await work, self.model.tokenizer, chat))
+            return answered(head | openai.response_of(await work, self.model.tokenizer, chat, use, own[1].stop))
         finally:
             work.cancel()
             gone.cancel()
@@ -143,6 +144,7 @@ class Server(uvicorn.Server):
 @click.option("--max-num-seqs", default=32, show_default=True, help="Most requests at once.")
 @click.option("--max-waiting-requests", default=1024, show_default=True, help="Beyond them 429 is answered.")
 @click.option("--allow-lark", is_flag=True, help="Take response_format grammars: they can keep a thread busy for good.")
+@click.option("--family", default="auto", show_default=True, help="How the model writes tool calls: docs/tools.md.")
 @click.option("--stalled-seconds", default=60.0, show_default=True, help="/health is 503 where a round takes longer.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="For running requests to end after SIGTERM.")
 def main(model: str, draft: str | None, name: str | None, host: str, port: int, **options: Any) -> None:
@@ -152,6 +154,7 @@ def main(model: str, draft: str | None, name: str | None, host: str, port: int, 
         gc.freeze()  # a full collection would look at all of torch, and stop the event loop for 0.3 s
         service = Service(loaded, name or model, options["api_key"], options["max_body_bytes"], options["body_seconds"])
         service.allow_lark, service.stalled_seconds = options["allow_lark"], options["stalled_seconds"]
+        service.family = options["family"]
         Server(service, options["drain_seconds"], host, port).run()
         gc.unfreeze()  # extensions say that objects are left otherwise
 

@@ -209,8 +209,9 @@ class SpeculativeModel:
                 as the model's generation_config has it, as in transformers.
             progress: show a bar.
             options: fields of SamplingParams, as `temperature=0.7`, which replace those; `chat=True`: each text is what
-                the user says in a chat; `continue_final_message`, `chat_template_kwargs`: as in transformers'
-                apply_chat_template. Names of transformers and vLLM: see `specdec.options.arguments`.
+                the user says in a chat; `tools`, `documents`, `chat_template`, `chat_template_kwargs`,
+                `continue_final_message`, `add_generation_prompt`: as in transformers' apply_chat_template, and
+                `split_special_tokens` (docs/tools.md). Names of transformers and vLLM: `specdec.options.arguments`.
 
         Returns:
             One Completion a prompt, in order (with SamplingParams.n or GenerationConfig.num_return_sequences so many).
@@ -268,13 +269,13 @@ class SpeculativeModel:
 
         return await to_thread(drain_and_close, self, timeout)
 
-    def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0) -> list[Score]:
+    def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0, **options: Any) -> list[Score]:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
-        logprobs: alternatives of each token. Raises as `generate`."""
+        logprobs: alternatives of each token. options: `chat`, and those of the chat template. Raises as `generate`."""
         check = self._begun_check()
         with interrupts_as_they_are():
-            requests = to_be_scored(prompts, completions, logprobs, self.tokenizer, self.device)
+            requests = to_be_scored(prompts, completions, logprobs, self.tokenizer, self.device, options)
             stream = self._stream(requests, check)
         return scores(completed(stream))
 

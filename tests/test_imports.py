@@ -150,6 +150,7 @@ ROOMS = [
     "specdec/extensions/handoff",
     "specdec/extensions/parallel",
     "specdec/extensions/rollouts",
+    "specdec/extensions/tools",
     "specdec/extensions/openai_format.py",
     "specdec/extensions/service",
     "specdec/model.py",

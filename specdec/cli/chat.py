@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,21 +31,36 @@ _HELP = (
     )
 )
 @option("--system", "The system message, before all others.")
+@option("--chat-template", "A file with the chat template, in place of the tokenizer's.", type=click.File())
+@option("--chat-template-kwargs", "Variables of the chat template, a JSON object.", metavar="JSON")
 @added(SAMPLING_OPTIONS)
 @model_options(["seed"])
-def chat(system: str | None, **options: Any) -> None:
+def chat(system: str | None, chat_template: Any, chat_template_kwargs: str | None, **options: Any) -> None:
     """Talk with a model. It sees the whole conversation; /help lists what can be typed beside messages."""
+    template = template_options(chat_template, chat_template_kwargs)
     model, params = load_for_sampling(options)
-    if not getattr(model.tokenizer, "chat_template", None):
+    if not getattr(model.tokenizer, "chat_template", None) and "chat_template" not in template:
         raise InvalidInputError(
             f"the tokenizer of {options['model']} has no chat template; use `specdec generate`, which takes plain text"
         )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and earlier ones come back with the arrow keys)
-    conversation = Conversation(model, params, system)
+    conversation = Conversation(model, params, system, template)
     click.echo(f"{model!r}\n{_HELP}", err=True)
     while (line := next_line()) is not None and conversation.take(line):
         pass
+
+
+def template_options(file: Any, variables: str | None) -> dict[str, Any]:
+    """Options of the chat template. Raises click.BadParameter: the variables are no JSON object."""
+    found = {} if file is None else {"chat_template": file.read()}
+    if variables is not None:
+        try:
+            found["chat_template_kwargs"] = {**json.loads(variables)}
+        except (TypeError, ValueError) as error:
+            hint = "--chat-template-kwargs"
+            raise click.BadParameter(f"{variables!r} is no JSON object: {error}", param_hint=hint) from None
+    return found
 
 
 def next_line() -> str | None:
@@ -64,9 +81,15 @@ class Conversation:
         messages: of the chat template. done: finished answers, those before the last /reset too.
     """
 
-    def __init__(self, model: SpeculativeModel, params: SamplingParams, system: str | None = None) -> None:
-        """params: of every answer. system: the first message, which /reset keeps."""
-        self._model, self._params = model, params
+    def __init__(
+        self,
+        model: SpeculativeModel,
+        params: SamplingParams,
+        system: str | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
+        """params: of every answer. system: the first message, which /reset keeps. template: options of `stream`."""
+        self._model, self._params, self._template = model, params, dict(template or {})
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._first)
         self.done: list[Completion] = []
@@ -91,7 +114,7 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         shown = ""
         try:
-            with self._model.stream(asked, self._params) as stream:
+            with self._model.stream(asked, self._params, **self._template) as stream:
                 for update in stream:
                     shown += update.text
                     click.echo(update.text, nl=False)

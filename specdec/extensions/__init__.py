@@ -30,14 +30,15 @@ class Extension:
 
 EXTENSIONS = {
     "attached": Extension(),
-    "batches": Extension(uses=("openai_format",)),
+    "batches": Extension(uses=("openai_format", "tools")),
     "grammars": Extension(extras="masks:grammar_extras"),
     "handoff": Extension(),
     "head_check": Extension(),
-    "openai_format": Extension(),
+    "openai_format": Extension(uses=("tools",)),
     "parallel": Extension(uses=("handoff",)),
     "rollouts": Extension(),
     "service": Extension(uses=("openai_format",)),
+    "tools": Extension(),
     "training": Extension(),
 }
 

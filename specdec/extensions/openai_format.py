@@ -1,6 +1,6 @@
 """OpenAI's format: bodies of requests to prompts and parameters, completions and updates to bodies of answers.
 
-What does not change what is generated (`user`, `metadata`, …) is ignored; what is not served (tools) is refused.
+What does not change what is generated (`user`, `metadata`, …) is ignored; what is not served is refused.
 Beside OpenAI's, every option of `SamplingParams` may be given by its name (`top_k`, `repetition_penalty`, `max_time`).
 
 Source: OpenAI API reference, "Create chat completion", "Create completion", "Error codes".
@@ -14,10 +14,15 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import ClosedModelError, DrainingError, InvalidInputError, QueueFullError, SpecdecError
+from specdec.extensions.tools.answer_formats import AnswerFormat, format_of
+from specdec.extensions.tools.answer_reader import AnswerReader, deltas, message_of
+from specdec.extensions.tools.tool_use import FIELDS, ToolUse, tool_use
 from specdec.options.arguments import CHAT_OPTIONS, own_names
 from specdec.requests import chats
 from specdec.requests.logprobs import TokenLogprobs
@@ -41,12 +46,14 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "parallel_tool_calls": (True, False),
 }
-"""Fields of a body that are not served, with the values that ask for nothing."""
-_TOOLS = ("tools", "tool_choice", "functions", "function_call")
+"""Fields of a body that are not served, with the values that ask for nothing; tools are of chats."""
+_OLD_TOOLS = ("functions", "function_call")
 _UNTOLD = ("return_logits", "return_scores", "return_drafts", "prompt_logprobs", "prompt_logprobs_start")
 """Options whose results have no place in an answer."""
 _CHAT, _CHUNK, _TEXT = "chat.completion", "chat.completion.chunk", "text_completion"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+PLAIN = ToolUse()
+"""No tools, and answers as they are."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -99,25 +106,60 @@ def streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
     return stream, counted
 
 
-def request_of(body: Mapping[str, Any], chat: bool, allow_lark: bool = False) -> tuple[Any, SamplingParams]:
+def tools_of(
+    body: Mapping[str, Any], chat: bool, tokenizer: Any = None, family: str | AnswerFormat = "auto"
+) -> ToolUse:
+    """The tools of a body, and how the answers to it are read.
+
+    family: how the model writes calls and reasoning: a name of `FORMATS`, "auto" (as the chat template shows), or a
+    format of your own.
+
+    Raises:
+        InvalidInputError: as `tool_use` and `format_of`.
+    """
+    if not chat:
+        return ToolUse()
+    template = getattr(tokenizer, "chat_template", None)
+    own = format_of(family, template) if isinstance(family, str) else family
+    return tool_use({name: body.get(name) for name in FIELDS}, own, template)
+
+
+def request_of(
+    body: Mapping[str, Any], chat: bool, allow_lark: bool = False, use: ToolUse | None = None
+) -> tuple[Any, SamplingParams]:
     """Prompts and parameters of the body of a chat completion, or of a completion.
 
-    allow_lark: take grammars in Lark's syntax, whose authors can keep a thread of this process busy for good.
+    allow_lark: take grammars in Lark's syntax, whose authors can keep a thread of this process busy for good. use: of
+    `tools_of` for this body; without it calls are not read from answers, nor is "strict" served.
 
     Raises:
         InvalidInputError: something that is not served, or a value that is not allowed.
     """
     if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
-    template = {name: body[name] for name in CHAT_OPTIONS if chat and name in body}
-    elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, "messages", "prompt", "stream", "stream_options")
+    use = use or tools_of(body, chat)
+    template = {name: body[name] for name in CHAT_OPTIONS if chat and name in body and name != "tools"}
+    template |= {"tools": use.tools} if use.tools else {}
+    if template.get("chat_template") is not None:
+        raise InvalidInputError("chat_template: this service takes no templates, which run as code; leave it out")
+    about = ("prompt", "stream", "stream_options", "messages", *(FIELDS if chat else ()))
+    elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, *about)
     own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
-    params = SamplingParams.from_dict({"temperature": 1.0, **own})
+    params = with_tools(SamplingParams.from_dict({"temperature": 1.0, **own}), use)
     if not allow_lark and getattr(params.grammar, "kind", None) == "lark":
         raise InvalidInputError(
             "response_format: this service takes no grammar in Lark's syntax; give json_schema, regex or choice"
         )
     return chat_of(body.get("messages"), template) if chat else _prompt_of(body.get("prompt")), params
+
+
+def with_tools(params: SamplingParams, use: ToolUse) -> SamplingParams:
+    """The parameters with the grammar of tool calls. Raises InvalidInputError: they have another."""
+    if use.grammar is None:
+        return params
+    if params.grammar is not None:
+        raise InvalidInputError("response_format and tools that constrain the answer (tool_choice, strict): give one")
+    return replace(params, grammar=use.grammar)
 
 
 def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
@@ -130,7 +172,7 @@ def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     for name in OFF.keys() & own.keys():
         value = own.pop(name)
         if not any(value == off and type(value) is type(off) for off in OFF[name]):
-            tools = "; describe tools in a message, and give response_format" if name in _TOOLS else ""
+            tools = "; give tools and tool_choice in a chat" if name in _OLD_TOOLS else ""
             raise InvalidInputError(f"{name}={short(value)} is not served; leave it out{tools}")
     if chat:
         top = whole("top_logprobs", own.pop("top_logprobs", 0), 0, MOST_TOP)
@@ -171,28 +213,44 @@ def _text_of(turn: Mapping[str, Any]) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def response_of(done: Sequence[Completion], tokenizer: Any, chat: bool) -> dict[str, Any]:
-    """`choices` and `usage` of all completions of a request, in order."""
+def response_of(
+    done: Sequence[Completion], tokenizer: Any, chat: bool, use: ToolUse = PLAIN, stops: Sequence[str] = ()
+) -> dict[str, Any]:
+    """`choices` and `usage` of all completions of a request, in order. use: of `tools_of`. stops: its stop strings."""
     choices = []
     for index, one in enumerate(done):
-        text = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
+        message = {"role": "assistant", "content": one.text}
+        if use.format is not None:
+            reader = AnswerReader(use, tokenizer, one.prompt_token_ids, stops)
+            message = message_of(reader.read(one.token_ids, last=True))
+        text = {"message": message} if chat else {"text": one.text}
         found = told(Pieces(Vocabulary(tokenizer)), one.logprobs, chat)
-        choices.append({"index": index, **text, "logprobs": found, **_end_of(one)})
+        choices.append({"index": index, **text, "logprobs": found, **_end_of(one, "tool_calls" in message)})
     return {"object": _CHAT if chat else _TEXT, "choices": choices, "usage": usage_of(done)}
 
 
-async def events(stream: Any, tokenizer: Any, head: Mapping[str, Any], chat: bool, counted: bool) -> AsyncIterator[str]:
+async def events(
+    stream: Any,
+    tokenizer: Any,
+    head: Mapping[str, Any],
+    chat: bool,
+    counted: bool,
+    use: ToolUse = PLAIN,
+    stops: Sequence[str] = (),
+) -> AsyncIterator[str]:
     """Server-sent events of an `AsyncStream`: `choices` of each update, an error of requests, and, if `counted`,
-    `usage`. Those that are there at once are one text."""
+    `usage`. Those that are there at once are one text. use: of `tools_of`. stops: the request's stop strings."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
-    pieces, done = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer))), list[Completion]()
+    choices, done = _Choices(stream, tokenizer, chat, use, stops), list[Completion]()
     try:
         async for first in stream:
             text = ""
             for update in (first, *stream.unread()):
-                text += f'{begin}"choices":[{_encode(_choice(update, chat, pieces))}]}}\n\n'
+                for choice in choices.of(update):
+                    text += f'{begin}"choices":[{_encode(choice)}]}}\n\n'
                 done += [] if update.completion is None else [update.completion]
-            yield text
+            if text:
+                yield text
     except SpecdecError as error:
         yield f"{begin}{_encode(error_of(error)[1])[1:]}\n\n"
     if counted:
@@ -200,15 +258,37 @@ async def events(stream: Any, tokenizer: Any, head: Mapping[str, Any], chat: boo
     yield "data: [DONE]\n\n"
 
 
-def _choice(update: StreamUpdate, chat: bool, pieces: dict[int, Pieces]) -> dict[str, Any]:
-    """pieces: of each completion so far, which are added to."""
-    delta = {"content": update.text} | ({} if update.index in pieces else {"role": "assistant"})
-    return {
-        "index": update.index,
-        **({"delta": delta} if chat else {"text": update.text}),
-        "logprobs": told(pieces[update.index], update.logprobs, chat),
-        **_end_of(update.completion),
-    }
+class _Choices:
+    """The `choices` of a stream: what has come of each completion so far."""
+
+    def __init__(self, stream: Any, tokenizer: Any, chat: bool, use: ToolUse, stops: Sequence[str]) -> None:
+        self._stream, self._chat, self._use = stream, chat, use
+        self._make = partial(AnswerReader, use, tokenizer, stops=stops)
+        self._pieces = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer)))
+        self._readers: dict[int, AnswerReader] = {}
+
+    def of(self, update: StreamUpdate) -> list[dict[str, Any]]:
+        """Those of an update: one, or one for each delta of its tool calls and reasoning."""
+        is_first, at = update.index not in self._pieces, update.index
+        logprobs = told(self._pieces[at], update.logprobs, self._chat)
+        each, has_calls = [{"content": update.text}], False
+        if self._use.format is not None:
+            reader = self._readers.get(at) or self._make(self._stream.prompts[at])
+            self._readers[at] = reader
+            each = deltas(reader.read(update.token_ids, update.completion is not None)) or [{}]
+            has_calls = reader.num_calls > 0
+        if is_first:
+            each = [{"role": "assistant", **each[0]}, *each[1:]]
+        last = len(each) - 1
+        return [
+            {
+                "index": at,
+                **({"delta": delta} if self._chat else {"text": update.text}),
+                "logprobs": logprobs if place == 0 else None,
+                **_end_of(update.completion if place == last else None, has_calls),
+            }
+            for place, delta in enumerate(each)
+        ]
 
 
 def head_of(name: str, chat: bool) -> dict[str, Any]:
@@ -251,11 +331,12 @@ def _error_body(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _end_of(done: Completion | None) -> dict[str, Any]:
+def _end_of(done: Completion | None, has_calls: bool = False) -> dict[str, Any]:
     """OpenAI has no reasons for a time limit and a cancelled request: they are in `stop_reason`."""
     if done is None:
         return {"finish_reason": None}
     reason = "stop" if done.finish_reason in ("eos", "stop") else "length"
+    reason = "tool_calls" if has_calls and reason == "stop" else reason
     return {"finish_reason": reason, "stop_reason": done.finish_reason}
 
 

@@ -65,9 +65,12 @@ RIGHT_CALLS = {
 }
 _SAME_MEANING = {"num_return_sequences": "n", "stop_strings": "stop"}
 
-CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-"""Options of a call, or of a body, that belong to the chat template. Source: transformers, `apply_chat_template`; vLLM,
-"Chat API", extra parameters."""
+CHAT_OPTIONS = (
+    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *("tools", "documents", "chat_template", "split_special_tokens"),
+)
+"""Options of a call, or of a body, that belong to the chat template. Source: transformers, `apply_chat_template` (its
+`sanitize_control_tokens` has the name of the tokenizers' option here); vLLM, "Chat API", extra parameters."""
 K = TypeVar("K", bound=type)
 
 

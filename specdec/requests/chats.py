@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,7 +16,7 @@ from specdec.values import flag, short
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("tokenizer_kwargs", "tokenizer", "self"),
+    *("tokenizer_kwargs", "tokenizer", "self", "split_special_tokens", "sanitize_control_tokens"),
 }
 """Arguments of `apply_chat_template` that are no variables of a template, or are chosen elsewhere."""
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
@@ -23,6 +24,17 @@ _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError,
 
 _MEDIA = re.compile(r"(input_)?(image|video|audio|file)(_url)?")
 """Names of message parts that are no text, by their type or by the field that holds them."""
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+_LISTS = (
+    ("tools", (_is_object, callable), "functions, or of dicts of their JSON schemas"),
+    ("documents", (_is_object,), "dicts, such as of title and text"),
+)
+"""Options of a chat that are lists: their name, what may be in them, and in words."""
 
 
 class Chat(list[Any]):
@@ -34,8 +46,10 @@ class Chat(list[Any]):
 def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
     """The messages with these of the `CHAT_OPTIONS`; as they are where none is set.
 
-    continue_final_message: the model goes on with the last message, which stays open. chat_template_kwargs: variables
-    of the template (`enable_thinking`, `tools`, …).
+    continue_final_message: the model goes on with the last message (or with this field of it), which stays open.
+    chat_template_kwargs: variables of the template (`enable_thinking`, …). tools: functions, or their schemas.
+    documents: dicts, such as of "title" and "text". chat_template: in place of the tokenizer's, or the name of one of
+    its templates. split_special_tokens: only the template writes special tokens; in messages they are text.
 
     Raises:
         InvalidInputError: a value that is not allowed, or both a message that is continued and one that begins.
@@ -43,7 +57,9 @@ def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[
     own = {name: value for name, value in given.items() if value is not None}
     if not own:
         return messages
-    continued = flag("continue_final_message", own.get("continue_final_message", False))
+    continued = own.get("continue_final_message", False)
+    if not isinstance(continued, str) or continued not in messages[-1]:
+        continued = flag("continue_final_message", continued)
     begun = flag("add_generation_prompt", own.get("add_generation_prompt", not continued))
     if continued and begun:
         raise InvalidInputError(
@@ -56,16 +72,35 @@ def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[
     if odd := sorted(_NOT_VARIABLES & set(variables)):
         raise InvalidInputError(f"chat_template_kwargs has {', '.join(odd)}: allowed are variables of the template")
     chat = Chat(messages)
-    chat.options = {**variables, "add_generation_prompt": begun}
-    chat.options |= {"continue_final_message": True} if continued else {}
+    chat.options = {**variables, **_arguments(own), "add_generation_prompt": begun}
+    chat.options |= {"continue_final_message": continued} if continued else {}
     return chat
+
+
+def _arguments(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a chat that are arguments of `apply_chat_template`, checked; empty lists are left out."""
+    found = dict[str, Any]()
+    for name, kinds, allowed in _LISTS:
+        each = own.get(name, [])
+        if not isinstance(each, (list, tuple)) or not all(any(kind(one) for kind in kinds) for one in each):
+            raise InvalidInputError(f"{name}={short(each)}: allowed is a list of {allowed}")
+        found |= {name: list(each)} if each else {}
+    if "chat_template" in own:
+        if not isinstance(own["chat_template"], str) or not own["chat_template"]:
+            raise InvalidInputError(f"chat_template={short(own['chat_template'])}: allowed is a jinja template, a str")
+        found["chat_template"] = own["chat_template"]
+    if flag("split_special_tokens", own.get("split_special_tokens", False)):
+        found["sanitize_control_tokens"] = True
+    return found
 
 
 def with_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of OpenAI's form as templates read it: arguments of its tool calls are objects, not their JSON.
 
+    Arguments that a model wrote wrong stay text: a conversation goes on with the tool's complaint about them.
+
     Raises:
-        InvalidInputError: tool calls of another form, or arguments that are no JSON object.
+        InvalidInputError: tool calls of another form, or arguments that are neither an object nor text.
     """
     calls = message.get("tool_calls")
     each = calls if isinstance(calls, list) else [calls]
@@ -76,14 +111,23 @@ def _read_call(call: Any) -> dict[str, Any]:
     try:
         function = {"arguments": {}, **call["function"]}
         given = function["arguments"] or "{}"  # a call without arguments may have "" or null
-        read = json.loads(given) if isinstance(given, str) else given
-        function |= {"name": function["name"], "arguments": {**read}}
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        read = _object_in(given) if isinstance(given, str) else {**given}
+        function |= {"name": function["name"], "arguments": read}
+    except (LookupError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"messages: tool call {short(call)}: a function with a name, and arguments that are a JSON object, is "
             f"needed ({type(error).__name__}: {error})"
         ) from None
     return {**call, "function": function}
+
+
+def _object_in(text: str) -> Any:
+    """The JSON object that a text is, or the text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
@@ -96,13 +140,21 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         InvalidInputError: the tokenizer has no template, a message is no message or has an image in it, or the template
             refuses them.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidInputError("chat messages were given, but the tokenizer has no chat template; give text instead")
+    options = messages.options if isinstance(messages, Chat) else {"add_generation_prompt": True}
+    template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise InvalidInputError(
+            "chat messages were given, but the tokenizer has no chat template; give text instead, or chat_template=…"
+        )
     for number, message in enumerate(messages, 1):
         _check(number, message)
+    if "sanitize_control_tokens" in options and not _can_split(tokenizer):
+        raise InvalidInputError(
+            "split_special_tokens=True: this transformers, or this tokenizer, has no apply_chat_template with "
+            "sanitize_control_tokens; update transformers (5.24 has it), or leave it out"
+        )
     try:
-        options = messages.options if isinstance(messages, Chat) else {"add_generation_prompt": True}
-        ids = tokenizer.apply_chat_template(for_template(messages, tokenizer), return_dict=True, **options)
+        ids = tokenizer.apply_chat_template(for_template(messages, tokenizer, template), return_dict=True, **options)
         return list(ids["input_ids"])
     except _TEMPLATE_ERRORS as error:
         odd = [f"{i}, {short(one)}," for i, one in enumerate(messages, 1) if not _is_unicode(one)]
@@ -112,6 +164,11 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             f"the chat template refuses these {len(messages)} messages "
             f"({type(error).__name__}: {error}); change the messages, or give text"
         ) from error
+
+
+def _can_split(tokenizer: Any) -> bool:
+    """Whether its `apply_chat_template` names the argument; others would hand it to the template as a variable."""
+    return "sanitize_control_tokens" in signature(tokenizer.apply_chat_template).parameters
 
 
 def texts_of(messages: Sequence[Any]) -> str:
@@ -129,33 +186,38 @@ def _is_unicode(message: Any) -> bool:
     return True
 
 
-def for_template(messages: Sequence[Any], tokenizer: Any) -> list[Any]:
-    """The messages as the tokenizer's template reads them: texts in parts where it passes over a plain str."""
-    return [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer) else list(messages)
+def for_template(messages: Sequence[Any], tokenizer: Any, template: Any = None) -> list[Any]:
+    """The messages as a template (default: the tokenizer's) reads them: texts in parts where it passes over a str."""
+    template = template or getattr(tokenizer, "chat_template", None)
+    return [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer, template) else list(messages)
 
 
 _PROBE = "Anna"
 _parts_only: dict[str, bool] = {}
 """Results of `_reads_parts_only`, by template."""
+_MOST_KNOWN = 256
 
 
-def _reads_parts_only(tokenizer: Any) -> bool:
+def _reads_parts_only(tokenizer: Any, template: Any) -> bool:
     """Whether a template reads texts in parts and passes over a plain str, as many do of models that read images too.
 
     (`content | selectattr("type", …)` on a str selects none of its letters: the text disappears without an error.)
     """
-    template = tokenizer.chat_template
-    if not isinstance(template, str):
+    if not isinstance(template, str) or "{" not in template:  # several by name, or the name of one
         return False
     if template not in _parts_only:
         plain = {"role": "user", "content": _PROBE}
-        _parts_only[template] = not _shows(tokenizer, plain) and _shows(tokenizer, _in_parts(plain))
+        own = {} if template == getattr(tokenizer, "chat_template", None) else {"chat_template": template}
+        shown = [_shows(tokenizer, message, own) for message in (plain, _in_parts(plain))]
+        if len(_parts_only) >= _MOST_KNOWN:
+            _parts_only.clear()
+        _parts_only[template] = shown == [False, True]
     return _parts_only[template]
 
 
-def _shows(tokenizer: Any, message: dict[str, Any]) -> bool:
+def _shows(tokenizer: Any, message: dict[str, Any], options: dict[str, Any]) -> bool:
     try:
-        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
+        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False, **options)
     except _TEMPLATE_ERRORS:
         return False
 

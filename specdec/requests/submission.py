@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.options.arguments import known_options, params_of_call, with_options
+from specdec.options.arguments import CHAT_OPTIONS, known_options, params_of_call, unexpected, with_options
 from specdec.options.generation_config import eos_ids, own_fields, sampling_fields
 from specdec.options.load_options import Use
 from specdec.requests.logprobs import TokenLogprobs
@@ -198,13 +198,24 @@ class Score:
 
 
 def to_be_scored(
-    prompts: Prompts, completions: Prompts, logprobs: int, tokenizer: Any, device: torch.device
+    prompts: Prompts,
+    completions: Prompts,
+    logprobs: int,
+    tokenizer: Any,
+    device: torch.device,
+    options: Mapping[str, Any] | None = None,
 ) -> list[Submission]:
     """A request for each pair: it reads all tokens but the last, which it is then made to generate.
 
+    options: keyword arguments of the call that belong to its prompts.
+
     Raises:
-        InvalidInputError: a bad prompt or completion, an empty one, or not as many of both.
+        InvalidInputError: a bad prompt or completion, an empty one, not as many of both, an unknown option.
     """
+    left = dict(options or {})
+    prompts = prompts_of_call(prompts, left)
+    if left:
+        raise unexpected("score(prompts, completions, {})", left, ("chat", *CHAT_OPTIONS, "logprobs"))
     before, after = encode_prompts(prompts, tokenizer), _encoded(completions, tokenizer)
     if len(before) == 1:
         before *= len(after)

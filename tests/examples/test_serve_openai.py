@@ -44,8 +44,10 @@ def example() -> Any:
 class Running:
     """The server on a thread."""
 
-    def __init__(self, key: str | None = KEY, limit: float = 60.0, body: float = 30.0, **sizes: Any) -> None:
-        self.model = SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_model_len=512, **sizes)
+    def __init__(
+        self, key: str | None = KEY, limit: float = 60.0, body: float = 30.0, model: Any = None, **sizes: Any
+    ) -> None:
+        self.model = model or SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_model_len=512, **sizes)
         module = example()
         self.server = module.Server(module.Service(self.model, "gsm-llama", key, 5000, body), limit, "127.0.0.1", 0)
         self.thread = threading.Thread(target=asyncio.run, args=(self.run(),))
@@ -174,7 +176,8 @@ def test_a_time_limit_and_parts_of_a_message(running: Running) -> None:
 @pytest.mark.parametrize(
     ("more", "status", "words"),
     [
-        ({"tools": [{"type": "function"}]}, 400, "is not served; leave it out; describe tools in a message"),
+        ({"tools": [{"type": "function"}]}, 400, "a JSON schema"),
+        ({"functions": [{"name": "f"}]}, 400, "is not served; leave it out; give tools and tool_choice in a chat"),
         ({"temperature": -1}, 400, "temperature=-1"),
         ({"temprature": 1}, 400, "did you mean temperature"),
         ({"return_logits": True}, 400, "has no place for it"),
@@ -306,6 +309,6 @@ def test_the_code_of_the_page_runs(running: Running, capsys: pytest.CaptureFixtu
 
 def test_the_example_is_short_and_uses_public_names_alone() -> None:
     source = (ROOT / "examples" / "serve_openai.py").read_text("utf-8")
-    assert source.count("\n") <= 160
+    assert source.count("\n") <= 165
     assert set(re.findall(r"from (specdec[\w.]*) import", source)) == {"specdec", "specdec.extensions"}
     assert builtin_path("gsm-llama").exists() and SamplingParams()

@@ -283,6 +283,13 @@ def test_a_target_without_a_module_is_refused_at_once(bench: Bench) -> None:
 # --- what ends a run ---------------------------------------------------------------------------------------------
 
 
+class Counted(contextlib.closing[Iterator[Any]]):
+    """A generator as a stream: it closes at the end of a with-block."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.thing
+
+
 @contextlib.contextmanager
 def counting_prompts(after: int | None = None, event: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Yields how many prompts each call gave to the model; after so many finished answers, `event` happens."""
@@ -296,7 +303,7 @@ def counting_prompts(after: int | None = None, event: Callable[[], None] = lambd
             yield update
             finished.extend([update] if update.completion is not None else [])
 
-    with patch.object(SpeculativeModel, "stream", stream):
+    with patch.object(SpeculativeModel, "stream", lambda *given: Counted(stream(*given))):
         yield asked
 
 

@@ -19,7 +19,8 @@ from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
 from specdec.extensions.batches.lines import Line
 from specdec.extensions.batches.tasks import Task, TaskDefaults, task_of
-from specdec.extensions.openai_format import LEAST, response_of
+from specdec.extensions.openai_format import LEAST, response_of, tools_of
+from specdec.extensions.tools.answer_reader import answer_of
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
@@ -64,7 +65,7 @@ class Record(NamedTuple):
 def record_of(answer: TaskResult, tokenizer: Any) -> Record:
     """The record of a task that has ended."""
     task, completions, error = answer
-    fields = _row(answer) if task.form == "row" else _openai(answer, tokenizer)
+    fields = _row(answer, tokenizer) if task.form == "row" else _openai(answer, tokenizer)
     stats = pool_requests([completion.stats for completion in completions])
     new = sum(len(completion.token_ids) for completion in completions)
     return Record(task.number, line_of(fields), bool(error), new, stats.rounds, stats.emitted)
@@ -86,13 +87,16 @@ def row_number(fields: Any) -> int:
     return number
 
 
-def _row(answer: TaskResult) -> dict[str, Any]:
+def _row(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
     task, completions, error = answer
     named = {} if task.key is None else {task.key.field: task.key.value}
     head = {**named, "line": task.number, **task.kept, "error": error or None}
     if error:
         return head
     each = [columns(completion) | _told(completion) for completion in completions]
+    if getattr(task.prompt, "options", {}).get("tools"):
+        for fields, completion in zip(each, completions, strict=True):
+            fields["message"] = answer_of(completion, tokenizer, stops=task.params.stop)
     return head | (each[0] if task.params.n == 1 else {"completions": each})
 
 
@@ -166,7 +170,9 @@ def _openai(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
         response = {"status_code": 500 if is_ours else 400, "request_id": name, "body": {"error": about}}
         return {"id": name, "custom_id": custom_id, "response": response, "error": {"code": kind, "message": message}}
     head = {"id": name, "created": int(time.time()), "model": task.kept["model"]}
-    body = head | response_of(completions, tokenizer, task.form == "chat.completion")
+    is_chat = task.form == "chat.completion"
+    use = tools_of(task.kept.get("tools", {}), is_chat, tokenizer)
+    body = head | response_of(completions, tokenizer, is_chat, use, task.params.stop)
     response = {"status_code": 200, "request_id": name, "body": body}
     return {"id": name, "custom_id": custom_id, "response": response, "error": None}
 

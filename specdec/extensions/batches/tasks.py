@@ -14,7 +14,8 @@ import numpy as np
 
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
-from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed
+from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed, tools_of, with_tools
+from specdec.extensions.tools.tool_use import FIELDS
 from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
@@ -138,13 +139,16 @@ def _of_openai(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
         raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
     is_chat = task.form == "chat.completion"
     about = ("messages", *CHAT_OPTIONS) if is_chat else ("prompt",)
-    prompt = prompt_of({name: body.get(name) for name in about})
-    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, *about)}
+    use = tools_of(body, is_chat)
+    prompt = prompt_of({name: body.get(name) for name in about} | ({"tools": use.tools or None} if is_chat else {}))
+    fields = FIELDS if is_chat else ()
+    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, *about, *fields)}
     if any(streamed(body)):
         raise InvalidInputError(f"stream={short(body.get('stream'))} is not served; leave it out")
     own = options_of(own, is_chat)
     kept = {"model": body.get("model") or asking.name}
-    return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
+    kept |= {"tools": {name: body.get(name) for name in fields}} if use.tools else {}
+    return replace(task, prompt=prompt, params=with_tools(params_of(own, asking, task), use), kept=kept)
 
 
 def prompt_of(row: Mapping[str, Any]) -> Any:

@@ -38,6 +38,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self.loop: AbstractEventLoop | None = None
         self.part = Call()
         self.requests: Stream | None = None
+        self.prompts: list[list[int]] = []  # of each completion, from `start` on
         self._lock = threading.Lock()
         self.changed = asyncio.Event()
         self._unread: deque[StreamUpdate] = deque()
@@ -86,6 +87,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             self.loop = asyncio.get_running_loop()
             try:
                 self.requests = await self.loop.run_in_executor(self._readers, self._make)
+                self.prompts = [each.token_ids for each in self.requests.unread]
                 self._leader.add(self)
             except BaseException as error:
                 self.failure = error

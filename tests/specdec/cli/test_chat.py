@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import contextlib
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ class Interrupting:
         self.model = model
         self.streams: list[Any] = []
 
-    @contextmanager
+    @contextlib.contextmanager
     def stream(self, prompts: Any, params: Any) -> Any:
         with self.model.stream(prompts, params) as stream:
             self.streams.append(stream)
@@ -116,3 +116,15 @@ def test_a_tokenizer_without_a_chat_template_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(chat_command, "load_for_sampling", lambda options: (Plain(), PARAMS))
     with pytest.raises(InvalidInputError, match="gsm-llama has no chat template; use `specdec generate`"):
         CliRunner().invoke(chat, [], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_options_of_the_template(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(SpeculativeModel, "stream", lambda *_, **options: asked.append(options) or contextlib.nullcontext(()))
+    (file := tmp_path / "a.jinja").write_text("{{ messages }}")
+    options = ("--chat-template", str(file), "--chat-template-kwargs", '{"a": 1}')
+    assert talk(model, monkeypatch, "b", options=options).exit_code == 0
+    assert asked == [{"chat_template": "{{ messages }}", "chat_template_kwargs": {"a": 1}}]
+    refused = talk(model, monkeypatch, options=("--chat-template-kwargs", "[1]"))
+    assert refused.exit_code == 2 and "'[1]' is no JSON object" in refused.stderr

@@ -50,7 +50,9 @@ def test_what_asks_for_nothing_is_accepted(more: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice='required' is not served; .* give response_format"),
+        ({"tool_choice": "required"}, "tool_choice='required': tools has no tool"),
+        ({"function_call": {"name": "f"}}, "function_call=.* is not served; .* give tools and tool_choice in a chat"),
+        ({"chat_template": "{{ x }}"}, "chat_template: this service takes no templates"),
         ({"prompt_logprobs": 0}, "prompt_logprobs: .* has no place for it"),
         ({"best_of": True}, "best_of=True is not served"),
         ({"echo": 0}, "echo=0 is not served"),

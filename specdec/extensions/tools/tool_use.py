@@ -1,0 +1,122 @@
+"""ToolUse: which tools a request has, what its answer must be because of them, and how that is read.
+
+Source: OpenAI API reference, "Create chat completion": tools, tool_choice, parallel_tool_calls, strict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specdec.errors import InvalidInputError
+from specdec.extensions.tools.answer_formats import ARGUMENTS, CALLS, AnswerFormat
+from specdec.requests.grammar import Grammar
+from specdec.values import flag, refuse, short
+
+FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+"""Fields of a body that a `ToolUse` is made of."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How the answers of one request are constrained and read.
+
+    Attributes:
+        tools: for the chat template. grammar: of the answer; None where any is allowed.
+        format: how answers are read; None: as they are. reads_calls: whether they may have calls.
+        name: of the tool that must be called. one: the first call alone counts.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    grammar: Grammar | None = None
+    format: AnswerFormat | None = None
+    reads_calls: bool = False
+    name: str = ""
+    one: bool = False
+
+
+def tool_use(given: Mapping[str, Any], own: AnswerFormat | None, template: Any = None) -> ToolUse:
+    """The `ToolUse` of a body's `FIELDS`. own: the format of the model's family, if it is known. template: its chat
+    template, which tells whether the model reasons first.
+
+    Raises:
+        InvalidInputError: tools of another form, a choice that there is not, or a schema that cannot be kept to.
+    """
+    tools = _tools_of(given.get("tools"))
+    choice, name = _choice_of(given.get("tool_choice"), list(tools))
+    many = given.get("parallel_tool_calls")
+    one = not flag("parallel_tool_calls", True if many is None else many)
+    if not tools or choice == "none":
+        return ToolUse(format=own)
+    found = ToolUse([*given["tools"]], None, own, True, name, one or bool(name))
+    if choice == "auto":
+        strict = {name: tool for name, tool in tools.items() if flag("strict", tool.get("strict") or False)}
+        return replace(found, grammar=_strict(strict, len(tools), own)) if strict else found
+    thinks = own is not None and bool(own.reasoning[1]) and own.reasoning[1] in str(template)
+    begin = own.reasoning[1] if own is not None and thinks else None
+    schema = _schema_of(tools[name]) if name else _list_schema(tools, one)
+    form = ARGUMENTS if name else CALLS
+    if own is not None and thinks:
+        reasoning = [opening for opening in own.openings if opening.kind == "reasoning"]
+        heads = "|".join((form.heads, *(opening.pattern for opening in reasoning)))
+        form = AnswerFormat((*reasoning, *form.openings), heads, own.reasoning, own.special)
+    return replace(found, grammar=Grammar.json(schema, begin=begin), format=form)
+
+
+def _tools_of(given: Any) -> dict[str, Mapping[str, Any]]:
+    """The functions of a body's tools, by name."""
+    found = dict[str, Mapping[str, Any]]()
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise refuse("tools", given, 'a list of {"type": "function", "function": {"name": …, "parameters": …}}')
+    for tool in given or ():
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if function is None or not isinstance(name, str) or not isinstance(function.get("parameters", {}), Mapping):
+            raise refuse("tools", tool, '{"type": "function", "function": {"name": …, "parameters": a JSON schema}}')
+        found[name] = function
+    return found
+
+
+def _choice_of(given: Any, names: Sequence[str]) -> tuple[str, str]:
+    """ "none", "auto", "required", or "named" with the tool's name."""
+    if given is None:
+        return "auto", ""
+    named = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if name is None and given not in ("none", "auto", "required"):
+        raise refuse("tool_choice", given, '"none", "auto", "required", {"type": "function", "function": {"name": …}}')
+    if name is None and (given != "required" or names):
+        return given, ""
+    if name not in names:
+        raise InvalidInputError(f"tool_choice={short(given)}: tools has {', '.join(names) or 'no tool'}")
+    return "named", str(name)
+
+
+def _schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments are an object, whatever the schema says."""
+    return {"type": "object", **(tool.get("parameters") or {})}
+
+
+def _list_schema(tools: Mapping[str, Mapping[str, Any]], one: bool) -> dict[str, Any]:
+    """Of a list of calls, in the form of `CALLS`."""
+    each = []
+    for name, tool in tools.items():
+        fields = {"name": {"const": name}, "parameters": _schema_of(tool)}
+        each.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
+    found = {"type": "array", "minItems": 1, "items": each[0] if len(each) == 1 else {"anyOf": each}}
+    return found | ({"maxItems": 1} if one else {})
+
+
+def _strict(tools: Mapping[str, Mapping[str, Any]], count: int, own: AnswerFormat | None) -> Grammar:
+    """Free text in which calls follow their schemas. tools: the strict ones. count: of all; others were ruled out."""
+    if own is None or own.strict is None or len(tools) < count:
+        why = "only some tools have it" if len(tools) < count else "this family's calls cannot be constrained"
+        raise InvalidInputError(f'strict=True: {why}; give every tool or none strict, or tool_choice="required"')
+    trigger, begin, end = own.strict
+    written = [
+        {"begin": begin.replace("NAME", json.dumps(name)[1:-1]), "schema": _schema_of(tool), "end": end}
+        for name, tool in tools.items()
+    ]
+    return Grammar.structural_tag(written, [trigger])
