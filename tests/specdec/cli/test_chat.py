@@ -121,7 +121,8 @@ def test_a_tokenizer_without_a_chat_template_is_refused(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_options_of_the_template(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(SpeculativeModel, "stream", lambda *_, **options: asked.append(options) or contextlib.nullcontext(()))
+    nothing = contextlib.nullcontext(())
+    monkeypatch.setattr(SpeculativeModel, "stream", lambda *_, **options: asked.append(options) or nothing)
     (file := tmp_path / "a.jinja").write_text("{{ messages }}")
     options = ("--chat-template", str(file), "--chat-template-kwargs", '{"a": 1}')
     assert talk(model, monkeypatch, "b", options=options).exit_code == 0
