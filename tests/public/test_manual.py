@@ -45,6 +45,8 @@ NOT_RUN = {
     ("batches.md", "needs Ray"),
     ("how-to/gsm8k.md", "needs the GSM8K files"),
     ("service.md", "starts a server, or asks it; the tests of the example do"),
+    ("tools.md", "starts a server, or asks it; the tests of the example do"),
+    ("tools.md", "needs a model that calls tools"),
     ("service.md", "is part of a coroutine; the tests of asynchronous calls are"),
     ("numbers.md", "needs a GPU"),
 }
@@ -190,6 +192,7 @@ def test_options_that_pages_name_exist() -> None:
             "--max-body-bytes",
             "--stalled-seconds",
             "--allow-lark",
+            "--family",
         ),  # of examples/serve_openai.py
     }
     for page in pages.user_pages():
