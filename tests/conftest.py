@@ -72,7 +72,9 @@ class Refused(MetaPathFinder):
         if extension != "1":
             from specdec.extensions import EXTENSIONS
 
-            needed = (extension, *EXTENSIONS[extension].uses)
+            needed = [extension]
+            for name in needed:  # and what those need
+                needed += [each for each in EXTENSIONS[name].uses if each not in needed]
             absent = [name for name in EXTENSIONS if name not in needed]
             self.refused = tuple(f"specdec.extensions.{name}" for name in absent)
             for name in absent:

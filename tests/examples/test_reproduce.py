@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,13 @@ def test_a_dry_run_has_the_commands_of_the_real_one(record: Any, real: Any, scri
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.cases(1)
-def test_every_command_of_a_real_run_can_be_read(real: Any, tmp_path: Path, script: str) -> None:
+def test_every_command_of_a_real_run_can_be_read(
+    real: Any, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands refuse files that are not there as they are read: what is given, and what earlier commands have made."""
     (tmp_path / "document.json").touch()
+    (tmp_path / "code.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     known = "tensor_parallel_size" in {each.name for each in fields(LoadOptions)}
     for command in real(script):
         if Path(command[1]).name == "published.py":  # reads what the commands before it wrote
@@ -165,6 +171,9 @@ def test_every_command_of_a_real_run_can_be_read(real: Any, tmp_path: Path, scri
             at = command.index("--tensor-parallel-size")
             assert command[at + 1] == "4"
             del command[at : at + 2]
+        for option, value in pairwise(command):
+            if option == "--draft" and Path(value).is_absolute():
+                Path(value).mkdir(parents=True, exist_ok=True)
         read_words(command)
 
 
