@@ -21,7 +21,7 @@ from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
 from specdec.wrapped.probing import probe_target
-from tests.specdec.extensions.batches.made import completion
+from tests.specdec.extensions.completions import completion
 
 QUESTION = "Tom has 3 boxes with 12 eggs in each box. How many eggs does Tom have now?"
 CPU = ["--device", "cpu", "--max-new-tokens", "40"]

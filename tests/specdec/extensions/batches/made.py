@@ -10,17 +10,7 @@ from typing import Any
 from specdec.extensions.batches.lines import Line
 from specdec.extensions.batches.records import Record, TaskResult, record_of
 from specdec.extensions.batches.tasks import TaskDefaults, task_of
-from specdec.requests.request import Completion
-from specdec.requests.stats import RequestStats, RoundRecord
-
-
-def completion(text: str = "ab", **changes: Any) -> Completion:
-    """Three new tokens of two rounds."""
-    stats = RequestStats((RoundRecord(3, 1, 2),), prompt_tokens=4, new_tokens=3)
-    return Completion(
-        **{"text": text, "token_ids": [1, 2, 3], "prompt_token_ids": [1] * 4, "finish_reason": "length", "stats": stats}
-        | changes
-    )
+from tests.specdec.extensions.completions import completion
 
 
 def echoed(lines: Iterable[Line]) -> Iterator[Record]:

@@ -13,7 +13,7 @@ from specdec.extensions.batches import records
 from specdec.extensions.batches.records import TaskResult, answered
 from specdec.extensions.batches.tasks import Task
 from specdec.requests.sampling import SamplingParams
-from tests.specdec.extensions.batches.made import completion
+from tests.specdec.extensions.completions import completion
 
 ROWS = 2
 ROUND, REQUEST, REFUSED = RoundFailedError("device"), RequestFailedError("own"), InvalidInputError("bad")

@@ -10,7 +10,7 @@ import pytest
 from specdec.extensions.batches.records import TaskResult, answer_columns
 from specdec.extensions.batches.tasks import Task, TaskDefaults, plain, tasks_of
 from specdec.requests.sampling import SamplingParams
-from tests.specdec.extensions.batches.made import completion
+from tests.specdec.extensions.completions import completion
 
 RUN = TaskDefaults(SamplingParams(max_new_tokens=9), seed=3)
 

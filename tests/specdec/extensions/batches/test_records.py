@@ -13,7 +13,7 @@ from specdec.extensions.batches.tasks import Task
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.sampling import SamplingParams
 from tests.fakes import LetterTokenizer
-from tests.specdec.extensions.batches.made import completion
+from tests.specdec.extensions.completions import completion
 
 TOLD = (TokenLogprobs(1, -0.5, 0, ((1, -0.5), (2, -1.0))), TokenLogprobs(2, float("-inf"), 3, ((1, -0.1), (4, -2.0))))
 

@@ -15,7 +15,7 @@ from specdec.extensions.service.asynchronous import AsyncStream, merged
 from specdec.extensions.service.leading import Leader
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Update
-from tests.specdec.extensions.batches.made import completion
+from tests.specdec.extensions.completions import completion
 
 ONE, TWO = TokenLogprobs(1, -0.5, 0), TokenLogprobs(2, -1.5, 3)
 

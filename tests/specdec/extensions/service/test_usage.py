@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.extensions.openai_format import usage_of
-from tests.specdec.extensions.batches.made import completion
+from tests.specdec.extensions.completions import completion
 
 
 def test_a_prompt_counts_once_however_many_samples_it_has() -> None:
