@@ -118,7 +118,7 @@ def tools_of(
         InvalidInputError: as `tool_use` and `format_of`.
     """
     if not chat:
-        return ToolUse()
+        return PLAIN
     template = getattr(tokenizer, "chat_template", None)
     own = format_of(family, template) if isinstance(family, str) else family
     return tool_use({name: body.get(name) for name in FIELDS}, own, template)
