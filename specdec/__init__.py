@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +118,11 @@ sys.meta_path.insert(0, OldNames())
 
 def _prepare() -> None:
     """What the first import does beside names."""
-    from specdec.errors import SpecdecWarning
-    from specdec.user_warnings import drop_noise
+    from specdec.user_warnings import drop_noise, warn_user
 
     drop_noise()
     if problem := other_distribution():
-        warnings.warn(problem, SpecdecWarning, stacklevel=3)
+        warn_user(problem)
 
 
 _prepare()

@@ -20,6 +20,8 @@ _BUSY = 0.75
 """Share of the cores in use from which more than one thread is a hindrance."""
 _BETWEEN = (contextlib.__file__, f"{os.sep}torch{os.sep}utils{os.sep}_contextlib.py")
 """Files of decorators that stand between two functions of ours."""
+_IMPORTING = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+"""Files of the import statement, whose frames `warnings.warn` does not count."""
 
 
 def warn_user(message: str) -> None:
@@ -28,7 +30,8 @@ def warn_user(message: str) -> None:
     packages = {*_OURS, str(frame.f_globals["__name__"]).partition(".")[0]}
     folders = tuple(f"{_ROOT / package}{os.sep}" for package in packages)
     while frame.f_back is not None and _is_in(frame, folders):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += not frame.f_code.co_filename.endswith(_IMPORTING)
     warnings.warn(message, SpecdecWarning, stacklevel=level)
 
 
@@ -63,4 +66,4 @@ def busy_cores(threads: int) -> str:
 
 def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
     file = frame.f_code.co_filename
-    return file.startswith(folders) or file.endswith(_BETWEEN)
+    return file.startswith(folders) or file.endswith(_BETWEEN + _IMPORTING)
