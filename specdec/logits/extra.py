@@ -185,6 +185,8 @@ class OptionColumns(DecidedColumns[Subject]):
 
 def subject_of(params: SamplingParams, table: RowTable, row: int) -> Subject | None:
     """What a row's options see of its request; None where it has none."""
+    if not params.settings and params.logits_processor is params.prefix_allowed_tokens_fn is None:
+        return None  # most requests: the rules are not asked one by one
     ends = (*(int(i) for i in table.eos[row] if i >= 0), *params.stop_token_ids)
     subject = Subject(params, int(table.prompt[row]), int(table.limit[row]), ends)
     return subject if subject.rules else None
