@@ -228,7 +228,7 @@ COLUMNS: dict[str, dict[str, str]] = {
     "turns": {
         "target": "{shape}",
         "K": "{drafts}",
-        "rows": "{rows}",
+        "of": "{of}",
         "before": "{before}",
         "ms before": "{before_ms}",
         "ms now": "{now_ms}",
@@ -326,7 +326,8 @@ def _mixtures(line: Line) -> Iterable[Line]:
 
 
 def _turns(line: Line) -> Iterable[Line]:
-    yield line | {key: f"{median(line[key]):.2f}" for key in ("before_ms", "now_ms")}
+    of = line["of"] if "of" in line else f"{line['rows']} rows at {line.get('temperature', 0.0)}"
+    yield line | {"of": of} | {key: f"{median(line[key]):.2f}" for key in ("before_ms", "now_ms")}
 
 
 def _start(line: Line) -> Iterable[Line]:

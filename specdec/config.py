@@ -54,9 +54,9 @@ class EngineConfig:
         max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.
         page_size: tokens a page. num_pages: pages of the target's first group, the null page included.
         seed: randomness of requests without a seed of their own. draft_sampling: see `DRAFT_SAMPLING`.
-        max_num_prefill_tokens: most prompt tokens of a target forward in which other rows decode: it bounds how much
-            longer prompts make the time between two tokens of those rows. Where none decodes, `max_num_batched_tokens`
-            holds.
+        max_num_prefill_tokens: most prompt tokens of a target forward in which rows of other calls decode: it bounds
+            how much longer prompts make the time between two tokens of those rows. Where only rows of the prompts' own
+            call decode, or none, `max_num_batched_tokens` holds.
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
         keep_prefixes: keep those of earlier calls where a hook or parametrization of the target has hidden state, see

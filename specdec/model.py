@@ -113,8 +113,9 @@ class SpeculativeModel:
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
             max_num_seqs: most requests in one batch.
             max_waiting_requests: most beside it; a call that would bring more is refused (QueueFullError).
-            max_num_batched_tokens: most tokens of one forward.
-            max_num_prefill_tokens: prompt tokens of one in which other requests decode, and wait for it.
+            max_num_batched_tokens: most tokens of one forward; None: 8192 on a GPU of 40 GiB and more, else 2048, and
+                more where the rows' drafts need it.
+            max_num_prefill_tokens: prompt tokens of one in which requests of other calls decode, and wait for it.
             page_size: tokens a page of the KV cache.
             kv_cache_tokens: its size, in tokens of layers that see all; default max_num_seqs full-length requests,
                 within gpu_memory_utilization, or 1 GiB on a CPU.

@@ -1,34 +1,40 @@
-"""Rounds of two checkouts on one GPU, in turn: turns.sh starts a process of each, and this is that process.
+"""Rounds, or whole calls, of two checkouts on one GPU, in turn: turns.sh starts a process of each, this one.
 
-    python -m benchmarks.offline.turns NAME SHAPE [K]    # measures at each file HELD/NAME.1, NAME.2, …, until NAME.end
+    python -m benchmarks.offline.turns NAME SHAPE [K] [rounds|calls]  # measures at each file HELD/NAME.1, NAME.2, …
     python -m benchmarks.offline.turns --compare OLD.log NEW.log WHAT_OLD_IS OUT.jsonl
 
-Only what both checkouts have is called. A line of the result has the ratio of both in a turn, as a geometric mean with
-its 95 % interval (Student's t over turns).
+`rounds`: milliseconds of a step. `calls`: of whole calls of so many requests, from nothing to the last token, with the
+options that a load has by default (SIZES in the environment: a JSON object of others). The process ends at the file
+HELD/NAME.end. Only what both checkouts have is called. A line of the result has the ratio of both in a turn, as a
+geometric mean with its 95 % interval (Student's t over turns).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 ROWS, PROMPT, NEW_TOKENS = (1, 8, 32), 512, 160
+CALLS, CALL = (1, 8, 32, 128), (512, 256)
+"""Requests of a call, and the tokens of a prompt and of an answer."""
 MOMENTS = tuple((rows, temperature) for temperature in (0.0, 1.0) for rows in ROWS)
 HELD = Path("/tmp/held")
 
 
 def named(rows: int, temperature: float) -> str:
-    """The key of a line for that many rows at that temperature."""
+    """The key of a step of that many rows at that temperature."""
     return f"{rows} rows at {temperature}"
 
 
-def measured(name: str, shape: str, drafts: str = "3") -> None:
-    """One line at each turn: median milliseconds of a step by rows and temperature, with so many drafts a row."""
+def rounds_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
+    """Makes the model; each call measures: median milliseconds of a step by rows and temperature."""
     import torch
 
     from benchmarks.bench_round import Moments, measure, prompts
@@ -42,7 +48,7 @@ def measured(name: str, shape: str, drafts: str = "3") -> None:
     tokens = {"max_num_batched_tokens": 8192, "max_num_prefill_tokens": 8192, "page_size": 16, "cuda_graphs": True}
     made: Any = SpeculativeModel.from_pretrained
     model = made(
-        pair.target, pair.head, num_speculative_tokens=int(drafts), tokenizer=Tokenizer(), enable_prefix_caching=False,
+        pair.target, pair.head, num_speculative_tokens=drafts, tokenizer=Tokenizer(), enable_prefix_caching=False,
         **limits, **tokens,
     )  # fmt: skip
     read, vocab = Moments(), pair.target.config.get_text_config().vocab_size
@@ -54,17 +60,62 @@ def measured(name: str, shape: str, drafts: str = "3") -> None:
         found = measure(model, read, prompts(rows, (PROMPT, PROMPT), vocab), params, 1)
         return float(found[0]["step_ms_median"])
 
-    for moment in MOMENTS:
-        once(*moment)
+    return lambda: {named(*moment): once(*moment) for moment in MOMENTS}
+
+
+def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
+    """Makes the model; each call measures: milliseconds of a call of so many requests, and until first tokens."""
+    import numpy as np
+    import torch
+
+    from benchmarks.serving import all_at_once
+    from benchmarks.shapes import random_pair
+    from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
+    from benchmarks.workload import Load
+    from specdec.model import SpeculativeModel
+
+    sizes = json.loads(os.environ.get("SIZES", "{}"))
+    long = sizes.pop("long", 0)
+    pair, place = random_pair(shape, torch.bfloat16, torch.device("cuda")), torch.device("cuda")
+    length = max(CALL[0], long) + CALL[1] + 16
+    made: Any = SpeculativeModel.from_pretrained
+    limits = {
+        "max_model_len": length,
+        "max_num_seqs": max(ROWS),
+        "kv_cache_tokens": 32 * (sum(CALL) + 16) + 16 * length,
+    }
+    model = made(
+        pair.target, pair.head if drafts else None, num_speculative_tokens=drafts, tokenizer=Tokenizer(),
+        enable_prefix_caching=False, cuda_graphs=True, **limits | sizes,
+    )  # fmt: skip
+    vocab = pair.target.config.get_text_config().vocab_size
+    decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), place))
+    loads = {f"{n} calls": Load(n, (CALL[0],) * 2, (CALL[1],) * 2) for n in CALLS}
+    loads |= {"48 long calls": Load(48, (long // 4, long), (CALL[1],) * 2)} if long else {}
+
+    def once() -> dict[str, float]:
+        found = {}
+        for name, load in loads.items():
+            lines = all_at_once(model, load.arrivals(vocab))
+            first = [line.moments[0] - line.arrived for line in lines]
+            found[name] = 1e3 * max(line.moments[-1] - line.arrived for line in lines)
+            found |= {f"{name}, first token": 1e3 * min(first), f"{name}, last first token": 1e3 * max(first)}
+        return found
+
+    return once
+
+
+def measured(name: str, shape: str, drafts: str = "3", what: str = "rounds") -> None:
+    """One line at each turn."""
+    once = {"rounds": rounds_of, "calls": calls_of}[what](shape, int(drafts))
+    once()
     (HELD / f"{name}.ready").touch()
     turn = 1
     while not (HELD / f"{name}.end").exists():
         if not (HELD / f"{name}.{turn}").exists():
             time.sleep(0.02)
             continue
-        found = {"shape": shape, "drafts": int(drafts), "turn": turn}
-        found |= {named(*moment): once(*moment) for moment in MOMENTS}
-        print(json.dumps(found), flush=True)
+        print(json.dumps({"shape": shape, "drafts": int(drafts), "turn": turn} | once()), flush=True)
         (HELD / f"{name}.{turn}.done").touch()
         turn += 1
 
@@ -79,16 +130,14 @@ def compared(old: str, new: str, before_is: str, out: str) -> None:
         [json.loads(line) for line in Path(log).read_text().splitlines() if line.startswith('{"shape"')]
         for log in (old, new)
     )
-    for rows, temperature in MOMENTS:
-        key = named(rows, temperature)
+    for key in [key for key in now[0] if key not in ("shape", "drafts", "turn")]:
         ratio = np.log([b[key] / a[key] for a, b in zip(before, now, strict=True)])
         half = t.ppf(0.975, len(ratio) - 1) * ratio.std(ddof=1) / len(ratio) ** 0.5
         line = {
             "benchmark": "turns",
             "shape": now[0]["shape"],
             "drafts": now[0]["drafts"],
-            "rows": rows,
-            "temperature": temperature,
+            "of": key,
             "before": before_is,
         }
         line |= {"before_ms": [each[key] for each in before], "now_ms": [each[key] for each in now]}

@@ -225,7 +225,7 @@ class Engine:
         with self.change:
             ordered = [queued[i] for i in admission_order(lengths, self.config.max_num_seqs)]
             for request, turn in zip(ordered, sorted(request_ids), strict=True):
-                request.turn = turn
+                request.turn, request.batch = turn, request_ids[0]
             self.scheduler.arrange(ordered)
 
     def add_wait(self, request_ids: Sequence[int], seconds: float) -> None:

@@ -21,7 +21,7 @@ from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.interrupts import raised_twice
 from specdec.requests.request import Request
-from specdec.rounds.buckets import prefill_budget
+from specdec.rounds.buckets import PromptBudget
 from specdec.rounds.extras import reach_of, variant_of
 from specdec.rounds.rows import RowTable, Schedule, draft_room, drafts_within
 
@@ -207,11 +207,11 @@ class Scheduler:
         drafts = np.where(prefilling, 0, allowed)
         if drafts.all():
             return Schedule(rows, pending, drafts)
-        budget = prefill_budget(self._config, int((pending + drafts)[~prefilling].sum()))
+        budgets = PromptBudget(self._config, self.running, prefilling, int((pending + drafts)[~prefilling].sum()))
         read: list[tuple[int, int]] = []
         for i in np.flatnonzero(prefilling):
+            budget = budgets.of(self.running[i], read)
             pending[i] = table.chunk(int(rows[i]), min(int(pending[i]), budget), read)
-            budget -= int(pending[i])
             read.append((int(rows[i]), int(pending[i])))
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
@@ -277,13 +277,15 @@ class Scheduler:
         """Open rows for waiting requests while rows, tokens and pages last."""
         prefilling = self._table.prefilling(schedule.rows)
         read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
-        reads = sum(chunk for _, chunk in read)
-        budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
-        first = len(read)
+        tokens = schedule.num_tokens - sum(chunk for _, chunk in read)
+        reading = self._table.prefilling(np.array([r.row for r in self.running], np.int64))
+        budgets, first = PromptBudget(self._config, self.running, reading, tokens), len(read)
         later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
-        while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
+        while self.waiting and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting.first
+            if not (budget := budgets.of(request, read)):
+                break
             if request.has_pages:  # `Guests.enter` found no place for it in this round
                 later.append(self.waiting.popleft())
                 continue
@@ -307,7 +309,6 @@ class Scheduler:
                 continue
             pending = min(int(self._table.pending(np.array([request.row]))[0]), budget)
             read.append((request.row, self._table.chunk(request.row, pending, read)))
-            budget -= read[-1][1]
         self.waiting.extendleft(reversed(later))
         rows, lens = np.array([each for each in read[first:] if each[1]], np.int64).reshape(-1, 2).T
         self.reserve(rows, self._table.computed[rows] + lens, False)

@@ -128,11 +128,12 @@ class RaggedTarget:
     def capture_expected(self, rows: Iterable[int]) -> None:
         """Capture the largest bucket, the smallest, and those for these numbers of decoding rows, see `mixed_bucket`.
 
-        Rounds larger than the mixed buckets have no decoding rows, so they decide at most one token a row: the largest
-        bucket needs only max_num_seqs logits indices.
+        The largest bucket twice: of prompts alone, which decide at most one token a row, and of a call's prompts beside
+        its own rows that decode.
         """
         config, query_len = self._config, self._config.num_speculative_tokens + 1
-        self._graph(token_bucket(self._most_tokens, self._most_tokens), self._index_bucket(config.max_num_seqs))
+        for indices in (config.max_num_seqs, self._most_indices):
+            self._graph(token_bucket(self._most_tokens, self._most_tokens), self._index_bucket(indices))
         for n in rows:
             self._graph(mixed_bucket(config, n), self._index_bucket(n * query_len))
         self._graph(token_bucket(1, self._most_tokens), self._few_indices)

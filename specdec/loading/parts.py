@@ -31,6 +31,7 @@ from specdec.loading.progress import log
 from specdec.loading.sizes import (
     Pools,
     Rows,
+    batched_tokens,
     check_counts,
     check_sizes_fit,
     divide_cache,
@@ -168,8 +169,8 @@ def _sized(
     longest = max_model_len_of(options.max_model_len, probed.model)
     check_counts(options, longest)
     format = kv_format(checkpoint, probed, options)
-    k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
-    rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)
+    seqs, k = options.max_num_seqs, num_drafts(options.num_speculative_tokens, head, lookup)
+    rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)

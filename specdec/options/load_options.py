@@ -86,9 +86,11 @@ class LoadOptions:
     max_waiting_requests: int | None = _option(
         None, Whole(0), "Most requests that wait for others to end (default: any number)."
     )
-    max_num_batched_tokens: int = _option(2048, Whole(1), "Most tokens of one forward; longer prompts take several.")
+    max_num_batched_tokens: int | None = _option(
+        None, Whole(1), "Most tokens of one forward (default: 8192 on a GPU of 40 GiB and more, else 2048)."
+    )
     max_num_prefill_tokens: int = _option(
-        MAX_NUM_PREFILL_TOKENS, Whole(1), "Most prompt tokens of a forward in which other requests decode."
+        MAX_NUM_PREFILL_TOKENS, Whole(1), "Most prompt tokens of a forward in which requests of other calls decode."
     )
     page_size: int = _option(16, Whole(1), "Tokens a page of the KV cache.")
     kv_cache_tokens: int | None = _option(None, Whole(1), "Size of the KV cache (default: what fits).")

@@ -143,7 +143,7 @@ class Request:
     how much was reported. `variant`: of its keys and values, see `specdec.rounds.extras.RoundExtra`; decided when it
     gets a row. `has_pages`: it waits, and its keys and values are in pages already; `leaves`: it leaves the batch with
     its first token (see `specdec.engine.guests`). Of two requests that wait for their first row the one with the lower
-    `turn` gets it first.
+    `turn` gets it first. `batch`: the same for requests that were queued together; else its own id.
     """
 
     id: int
@@ -171,6 +171,11 @@ class Request:
     has_pages: bool = False
     leaves: bool = False
     turn: int = -1
+    batch: int = -1
+
+    def __post_init__(self) -> None:
+        """A batch of its own where none is given."""
+        self.batch = self.id if self.batch < 0 else self.batch
 
     @property
     def shareable(self) -> int:

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from attention.batch.transforms.windowed import most_listed_pages
 from drafters.loops.base import FixedShape, LoopSize
 from specdec.config import EngineConfig
+from specdec.requests.request import Request
 
 TILE_TOKENS = 128
 """Tokens of a tile of the matmuls of many tokens: part of a tile takes as long as all of it."""
 
 
-def prefill_budget(config: EngineConfig, decoding_tokens: int) -> int:
-    """The most prompt tokens of a round with `decoding_tokens` tokens of decoding rows.
+def prefill_budget(config: EngineConfig, decoding_tokens: int, others: bool = True) -> int:
+    """The most prompt tokens of a round with `decoding_tokens` tokens of decoding rows. others: whether some of these
+    rows are of other calls, which are not to wait long.
 
-    A few less than allowed if those few would begin another tile. On an H200, at the Llama-3.1-8B shape, matmuls take
-    as long with 576 tokens as with 640.
+    A few less than `max_num_prefill_tokens` if those few would begin another tile. On an H200, at the Llama-3.1-8B
+    shape, matmuls take as long with 576 tokens as with 640.
 
     >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
     >>> [prefill_budget(config, tokens) for tokens in (0, 4, 64, 100, 128, 1800)]
     [2048, 508, 448, 512, 512, 248]
+    >>> prefill_budget(config, 64, others=False)
+    1984
     """
     left = config.max_num_batched_tokens - decoding_tokens
-    if not decoding_tokens:
+    if not decoding_tokens or not others:
         return left
     budget = min(left, config.max_num_prefill_tokens)
     begun = (decoding_tokens + budget) % TILE_TOKENS
     return budget - begun if begun <= 3 * min(TILE_TOKENS, budget // 2) // 4 else budget
+
+
+class PromptBudget:
+    """How many prompt tokens a round may read beside its rows that decode.
+
+    A call that brings many requests waits for all of them: its prompts are read as fast as they can be, beside its own
+    rows that decode. Rows of other calls wait for `max_num_prefill_tokens` at most.
+    """
+
+    def __init__(self, config: EngineConfig, running: Sequence[Request], reading: np.ndarray, num_tokens: int) -> None:
+        """reading: [len(running)] which of them read prompts. num_tokens: of the other rows."""
+        self._config, self._num_tokens = config, num_tokens
+        self._batches = {r.batch for r, reads in zip(running, reading, strict=True) if not reads}
+        self._others = any(self._batches - {r.batch} for r, reads in zip(running, reading, strict=True) if reads)
+
+    def of(self, request: Request, read: Sequence[tuple[int, int]]) -> int:
+        """Tokens of a prompt that the round may read beside them, and beside chunks `read` as (row, tokens).
+
+        To be asked in the order of turns: what bounds one prompt bounds those after it.
+        """
+        self._others = self._others or bool(self._batches - {request.batch})
+        return max(prefill_budget(self._config, self._num_tokens, self._others) - sum(chunk for _, chunk in read), 0)
 
 
 def loop_limits(config: EngineConfig) -> LoopSize:

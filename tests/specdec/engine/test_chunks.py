@@ -23,12 +23,14 @@ PAGE, LONGEST, K = 4, 64, 3
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: tokens of its prompt, new ones, drafts a round, and the round before which it arrives."""
+    """A request: tokens of its prompt, new ones, drafts a round, the round before which it arrives, and its call, -1:
+    one of its own."""
 
     prompt: int
     new: int
     drafts: int = K
     arrives: int = 0
+    call: int = -1
 
 
 class Rounds:
@@ -46,7 +48,7 @@ class Rounds:
         stream: Any = None
         tokens = np.arange(asked.prompt, dtype=np.int32)
         sizes = (asked.prompt, asked.prompt + asked.new, asked.drafts)
-        request = Request(number, SamplingParams(), *sizes, 1, tokens, stream, 0, (), Times(0.0))
+        request = Request(number, SamplingParams(), *sizes, 1, tokens, stream, 0, (), Times(0.0), batch=asked.call)
         self.scheduler.waiting.append(request)
 
     def decoding(self) -> set[int]:
@@ -101,6 +103,17 @@ def test_where_no_row_decodes_a_round_reads_all_it_can() -> None:
     assert rounds.schedule()[1] == {1: 8}
 
 
+def test_a_round_without_rows_that_decode_goes_on_with_new_prompts() -> None:
+    rounds, read = Rounds(budget=16, most_prefill=8), []
+    for number, prompt in enumerate((20, 14)):
+        rounds.submit(number, Asked(prompt, new=20))
+    for _ in range(2):
+        schedule, chunks, _ = rounds.schedule()
+        read.append(chunks)
+        rounds.commit(schedule)
+    assert read == [{0: 16}, {0: 4, 1: 12}]
+
+
 def test_prompts_share_the_limit_in_the_order_of_their_arrival() -> None:
     rounds = Rounds(most_prefill=8)
     rounds.submit(0, Asked(prompt=5, new=50))
@@ -115,11 +128,35 @@ def test_prompts_share_the_limit_in_the_order_of_their_arrival() -> None:
     assert read == [{1: 8}, {1: 2, 2: 3, 3: 3}, {3: 6}]
 
 
+def test_prompts_wait_for_no_rows_of_their_own_call() -> None:
+    """Nor do they let a prompt of another call through that would keep these rows waiting."""
+    rounds = Rounds(budget=24, most_prefill=8)
+    for number, prompt in enumerate((20, 20, 30)):
+        rounds.submit(number, Asked(prompt, new=40, call=50))
+    rounds.submit(3, Asked(prompt=30, new=20))
+    read = []
+    for _ in range(6):
+        schedule, chunks, _ = rounds.schedule()
+        read.append(chunks)
+        rounds.commit(schedule)
+    assert read[:3] == [{0: 20, 1: 4}, {1: 16, 2: 4}, {2: 16}]
+    assert read[3:5] == [{2: 10}, {3: 8}]
+
+
+CALLS = st.sampled_from([-1, 50, 51])
 REQUESTS = st.lists(
-    st.builds(Asked, st.integers(1, 45), st.integers(1, 18), st.integers(0, K), st.integers(0, 30)),
+    st.builds(Asked, st.integers(1, 45), st.integers(1, 18), st.integers(0, K), st.integers(0, 30), CALLS),
     min_size=1,
     max_size=9,
 )
+
+
+def read_beside_others(running: list[Request], read: dict[int, int], decoding: set[int]) -> int:
+    """Prompt tokens up to the last prompt that makes rows of another call wait; 0 where none does."""
+    calls = {r.batch for r in running if r.id in decoding}
+    chunks = [(read[r.id], bool(calls - {r.batch})) for r in running if r.id in read]
+    last = max((i for i, (_, others) in enumerate(chunks) if others), default=-1)
+    return sum(tokens for tokens, _ in chunks[: last + 1])
 
 
 @settings(max_examples=examples(60))
@@ -144,7 +181,7 @@ def test_neither_prompts_nor_rows_that_decode_wait_for_the_other(
         in_batch = {r.id for r in scheduler.running if r.row in schedule.rows}
         assert decoding & kept <= in_batch
         assert sum(read.values()) + decoded == schedule.num_tokens <= budget
-        assert not decoded or sum(read.values()) <= most_prefill
+        assert not decoded or read_beside_others(scheduler.running, read, decoding) <= most_prefill
         assert {r.id for r in oldest} <= in_batch and (schedule.num_new > 0).all()
         assert rounds.table.num_free == 4 - len(kept)
         rounds.commit(schedule)
@@ -188,3 +225,22 @@ def test_a_running_row_gets_tokens_in_every_round_beside_a_prompt() -> None:
         assert updates[running].token_ids
         rounds, first = rounds + 1, long in updates
     assert rounds - 2 <= -(-len(PROMPTS[4]) // 5) <= rounds
+
+
+def test_the_prompts_of_one_call_are_read_at_once_and_those_of_another_in_chunks() -> None:
+    model = tiny_llama()
+    options = {"num_speculative_tokens": 3, "max_num_batched_tokens": 32, "max_num_prefill_tokens": 5}
+    wrapped = wrap(model, table_head(model), enable_prefix_caching=False, **options)
+
+    def rounds(together: bool) -> float:
+        before, params = wrapped.metrics()["rounds_total"], SamplingParams(max_new_tokens=12)
+        if together:
+            wrapped.generate(random_prompts((24, 24, 24)), params)
+        else:
+            first, *others = (wrapped.stream(prompt, params) for prompt in random_prompts((24, 24, 24)))
+            next(first)
+            for stream in (*others, first):
+                stream.completions()
+        return wrapped.metrics()["rounds_total"] - before
+
+    assert rounds(together=True) < rounds(together=False)
