@@ -227,20 +227,22 @@ def test_a_running_row_gets_tokens_in_every_round_beside_a_prompt() -> None:
     assert rounds - 2 <= -(-len(PROMPTS[4]) // 5) <= rounds
 
 
-def test_the_prompts_of_one_call_are_read_at_once_and_those_of_another_in_chunks() -> None:
-    model = tiny_llama()
-    options = {"num_speculative_tokens": 3, "max_num_batched_tokens": 32, "max_num_prefill_tokens": 5}
-    wrapped = wrap(model, table_head(model), enable_prefix_caching=False, **options)
+def test_the_prompts_of_one_call_are_read_at_once() -> None:
+    """In as many rounds as without a limit for rows that wait; those of several calls take more."""
+    model, params = tiny_llama(), SamplingParams(max_new_tokens=12)
 
-    def rounds(together: bool) -> float:
-        before, params = wrapped.metrics()["rounds_total"], SamplingParams(max_new_tokens=12)
+    def rounds(most_prefill: int, together: bool) -> float:
+        options = {"num_speculative_tokens": 3, "max_num_batched_tokens": 32, "max_num_prefill_tokens": most_prefill}
+        wrapped = wrap(model, table_head(model), enable_prefix_caching=False, **options)
+        prompts = random_prompts((24, 24, 24))
         if together:
-            wrapped.generate(random_prompts((24, 24, 24)), params)
+            wrapped.generate(prompts, params)
         else:
-            first, *others = (wrapped.stream(prompt, params) for prompt in random_prompts((24, 24, 24)))
+            first, *others = (wrapped.stream(prompt, params) for prompt in prompts)
             next(first)
             for stream in (*others, first):
                 stream.completions()
-        return wrapped.metrics()["rounds_total"] - before
+        return wrapped.metrics()["rounds_total"]
 
-    assert rounds(together=True) < rounds(together=False)
+    assert rounds(5, together=True) == rounds(32, together=True)
+    assert rounds(5, together=False) > rounds(32, together=False)
