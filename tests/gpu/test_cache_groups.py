@@ -172,7 +172,7 @@ def model(kind: str, drafts: int, graphs: bool, hybrid: bool, **options: Any) ->
         cuda_graphs=graphs,
         hybrid_kv_cache=hybrid,
         kv_cache_tokens=8192,
-        **{"backend": "flashinfer", **options},
+        **{"backend": "flashinfer", "max_num_batched_tokens": 2048, **options},
     )
 
 
