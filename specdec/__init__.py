@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         UnsupportedAttentionError,
         UnsupportedModelError,
     )
-    from specdec.extensions.attached.asked import row_wise
     from specdec.extensions.attached.attach import Attachment, attach
     from specdec.extensions.attached.custom import custom_generate
     from specdec.extensions.handoff.moved import Handoff
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
     from specdec.requests.submission import Score
+    from specdec.requests.user_code import row_wise
 
 __all__ = [
     "Attachment",
@@ -99,7 +99,7 @@ _HOMES = {
     "attach": "specdec.extensions.attached.attach",
     "custom_generate": "specdec.extensions.attached.custom",
     "draft_vocab_of": "specdec.loading.heads",
-    "row_wise": "specdec.extensions.attached.asked",
+    "row_wise": "specdec.requests.user_code",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",
     "Handoff": "specdec.extensions.handoff.moved",

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from transformers.generation import logits_process as hf
 
 from attention.cached import cached_property
 from specdec.logits.forms import (
+    NOBODY,
     TokenPrefixes,
     add_sequence_bias,
     ban_repeated_ngrams,
@@ -30,7 +32,7 @@ from specdec.logits.forms import (
 )
 from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.user_code import RequestProcessors
+from specdec.requests.user_code import RequestProcessors, call_together
 
 _NEVER = float("-inf")
 
@@ -293,6 +295,21 @@ def _by_the_user(scores: Tensor, rows: LogitsRows, own: RequestProcessors) -> No
     own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
 
 
+def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: RequestProcessors | tuple[int, ...]) -> None:
+    """own: of one request, or which objects are called for the rows of all requests that have them."""
+    if isinstance(own, RequestProcessors):
+        _by_the_user(scores, rows, own)
+        return
+    each = [cast(RequestProcessors, subject.params.logits_processor) for subject in rows.subjects]
+    ids = rows.prefixes.tails(int(rows.lens.max()))
+    padded = torch.where(ids == NOBODY, rows.prefixes.ids[:, :1], ids)
+    if not call_together(each[0].together, padded, scores[:, :-1]):
+        for processors, index in groupby(range(len(each)), each.__getitem__):
+            at = list(index)
+            part = slice(at[0], at[-1] + 1)
+            processors.apply(rows.prefixes.ids[part], rows.lens[part].tolist(), scores[part, :-1])
+
+
 def _filtered(scores: Tensor, rows: LogitsRows, filters: Filters) -> None:
     """All filters of sampled requests, by transformers' classes. The scores are multiplied by the temperature
     afterwards, by which the round divides them. Rows without a token stay as they are: some classes raise for these."""
@@ -321,6 +338,12 @@ def _first_token(subject: Subject) -> Hashable:
     return None if token is None else (token,)
 
 
+def _processors(subject: Subject) -> Hashable:
+    """Of its own, or the objects, by identity, that are called once for all requests which have them."""
+    own = subject.params.logits_processor
+    return isinstance(own, RequestProcessors) and (tuple(map(id, own.together)) or own)
+
+
 RULES: tuple[Rule, ...] = (
     (_value("sequence_bias"), _sequence_bias),
     (_value("logit_bias"), _logit_bias),
@@ -339,7 +362,7 @@ RULES: tuple[Rule, ...] = (
     (_value("suppress_tokens"), _suppress),
     (_value("allowed_token_ids"), _allow),
     (_value("begin_suppress_tokens"), _suppress_first),
-    (lambda subject: subject.params.logits_processor, _by_the_user),
+    (_processors, _by_the_users_processors),
     (lambda subject: filters_of(subject.params), _filtered),
 )
 """In the order in which they apply."""

@@ -26,7 +26,7 @@ from transformers.generation import logits_process as hf
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
-from specdec.values import short
+from specdec.values import flag, short
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[..., Any]
@@ -56,11 +56,14 @@ OPTIONS_OF: dict[type, str] = {
 }
 """transformers' processors without a state, by exact class, and the options that make `generate` build one itself."""
 
-STATELESS: frozenset[type] = frozenset(OPTIONS_OF) | {
-    *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
-    *(hf.TemperatureLogitsWarper, hf.TopHLogitsWarper, hf.TopKLogitsWarper),
-    *(hf.TopPLogitsWarper, hf.TypicalLogitsWarper, hf.WatermarkLogitsProcessor),
-}
+_OF_SCORES: frozenset[type] = frozenset(
+    {
+        *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
+        *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper),
+    }
+)
+"""Those that read no tokens, and whose rows may be changed in one call."""
+STATELESS: frozenset[type] = frozenset(OPTIONS_OF) | _OF_SCORES | {hf.TopHLogitsWarper, hf.WatermarkLogitsProcessor}
 """transformers' processors that calls do not change, by exact class; each treats every row by that row alone."""
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _RUN_A_MODEL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
@@ -102,6 +105,42 @@ def _callables(name: str, given: Any, allowed: str) -> tuple[Any, ...] | None:
     if not all(callable(one) and not isinstance(one, type) for one in several):
         raise InvalidInputError(f"{name}={short(given)}: allowed is {allowed}")
     return tuple(several) or None
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """A caller's processor or criterion, declared by `row_wise`."""
+
+    code: Any
+    batched: bool = False
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """As the code."""
+        return self.code(*given, **named)
+
+
+def row_wise(code: Any, batched: bool = False) -> RowWise:
+    """Declare that a logits processor or a stopping criterion treats each row by that row alone.
+
+    An attached model's `generate` shows such code one sequence, [1, L] and [1, V], at a time, copied for each. Other
+    code of yours is refused where a call has several sequences: it may take row b of a batch for prompt b.
+
+    >>> banned = row_wise(lambda ids, scores: scores.scatter(1, ids[:, -1:], float("-inf")))
+    >>> banned(torch.tensor([[0], [1]]), torch.zeros(2, 2)).tolist()
+    [[-inf, 0.0], [0.0, -inf]]
+
+    Args:
+        code: a callable, as transformers calls it. What is returned can be passed in its place, attached or not.
+        batched: of a processor that keeps nothing from one call to the next: it is called once a round with the
+            positions of all requests that were given this object, [N, L] and [N, V], in place of once for each. Shorter
+            rows are padded on the left with their own first token.
+
+    Raises:
+        InvalidInputError: it cannot be called, or is a list: declare its members.
+    """
+    if not callable(code) or isinstance(code, list):
+        raise InvalidInputError(f"row_wise({short(code)}): give one logits processor or one stopping criterion")
+    return RowWise(code, flag("batched", batched))
 
 
 class UserCodeError(Exception):
@@ -150,11 +189,13 @@ class RequestProcessors:
     Attributes:
         not_copied: why the processors are called as they are and the request must have no drafts, in words; "" where
             each has no state or was copied for this request.
+        together: the user's own objects, if they may be called once for the positions of several requests.
     """
 
     def __init__(self, given: Sequence[Processor]) -> None:
         """given: the user's own objects, which are not called unless they cannot be copied."""
         self._pure = all(map(_is_pure, given))
+        self.together = tuple(given) if all(map(_is_batched, given)) else ()
         self.not_copied, first = "", tuple(given)
         if not self._pure:
             try:
@@ -176,11 +217,15 @@ class RequestProcessors:
             ids: [n+1, L] int64. lens: of the tokens before each position, each one more than the one before.
             scores: [n+1, V] float32.
         """
-        state = self._begin(lens[0])
-        for row, length in enumerate(lens):
-            if state.error is None:
-                state = self._next(state, ids[row : row + 1, :length], scores[row : row + 1])
-            self._after[length] = state
+        state, served = self._begin(lens[0]), 0
+        with torch.inference_mode(False), torch.no_grad():
+            own_ids, own_scores = ids.clone(), scores.clone()
+            for row, length in enumerate(lens):
+                if state.error is None:
+                    state = self._next(state, own_ids[row : row + 1, :length], own_scores[row : row + 1])
+                self._after[length] = state
+                served += state.error is None
+        scores[:served] = own_scores[:served]
 
     def note_largest(self, length: int, largest: Tensor, row: int, temperature: float) -> None:
         """Keep what all options have left of the scores of a position, see `_Left`: the next `error_at` tells."""
@@ -197,8 +242,8 @@ class RequestProcessors:
     def _begin(self, length: int) -> State:
         """The state after the tokens before the last one; forgets what only rounds before the last few need."""
         self._begins = [*(begin for begin in self._begins if begin < length), length][-_KEPT_ROUNDS:]
-        if not self._after:
-            self._after[length - 1] = self._first
+        if not self._after or self.together:  # called for several requests at once, it has no states of earlier rounds
+            self._after.setdefault(length - 1, self._first)
         oldest = self._begins[0] - 1
         self._after = {at: state for at, state in self._after.items() if oldest <= at < length}
         self._left = {at: left for at, left in self._left.items() if oldest <= at < length}
@@ -213,14 +258,27 @@ class RequestProcessors:
                 raise
             return State((), TypeError(f"it can no longer be copied ({error}): give it a __deepcopy__"))
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                ids, changed = ids.clone(), scores.clone()
-                for processor in own:
-                    changed = _checked(processor, processor(ids, changed), scores)
-            scores.copy_(changed)
+            scores.copy_(_called(own, ids, scores))
         except BaseException as error:
             return State((), named(error))
         return State(own)
+
+
+def call_together(given: Sequence[Processor], ids: Tensor, scores: Tensor) -> bool:
+    """Change scores [N, V] of several requests in place by one call of each processor, with tokens ids [N, L].
+
+    Returns:
+        False, and nothing is changed, where one raised: whose row it was, calls for each request tell.
+    """
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            own = scores.clone()
+            own.copy_(_called(given, ids.clone(), own))
+    except BaseException as error:
+        named(error)  # raises what came from outside
+        return False
+    scores.copy_(own)
+    return True
 
 
 class RequestCriteria:
@@ -306,7 +364,19 @@ def _is_pure(processor: Any) -> bool:
         return all(_is_pure(part) for part in (processor.func, *processor.args, *processor.keywords.values()))
     if isinstance(processor, Constrained):
         return _is_pure(processor.function)
+    if isinstance(processor, RowWise):
+        return processor.batched or _is_pure(processor.code)
     return type(processor) in STATELESS or isinstance(processor, (*_FUNCTIONS, int, str, float, NoneType))
+
+
+def _is_batched(processor: Any) -> bool:
+    return (isinstance(processor, RowWise) and processor.batched) or type(processor) in _OF_SCORES
+
+
+def _called(given: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:
+    for processor in given:
+        scores = _checked(processor, processor(ids, scores), scores)
+    return scores
 
 
 def _checked(processor: Processor, found: Any, scores: Tensor) -> Tensor:

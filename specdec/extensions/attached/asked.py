@@ -26,9 +26,8 @@ from specdec.model import SpeculativeModel
 from specdec.options.generation_config import eos_ids, sampling_fields
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.user_code import STATELESS, overlapping
+from specdec.requests.user_code import STATELESS, RowWise, overlapping
 from specdec.user_warnings import warn_user
-from specdec.values import short
 
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
 _FALL_BACK = "attach(…, fallback=True), which runs such calls as transformers does"
@@ -237,38 +236,6 @@ class RunningCall:
                     yield update.index, update.completion
             if streamer is not None:
                 streamer.end()
-
-
-def row_wise(code: Any) -> RowWise:
-    """Declare that a logits processor or a stopping criterion treats each row by that row alone.
-
-    An attached model's `generate` shows such code one sequence, [1, L] and [1, V], at a time, copied for each. Other
-    code of yours is refused where a call has several sequences: it may take row b of a batch for prompt b.
-
-    >>> banned = row_wise(lambda ids, scores: scores.scatter(1, ids[:, -1:], float("-inf")))
-    >>> banned(torch.tensor([[0], [1]]), torch.zeros(2, 2)).tolist()
-    [[-inf, 0.0], [0.0, -inf]]
-
-    Args:
-        code: a callable, as transformers calls it. What is returned can be passed in its place, attached or not.
-
-    Raises:
-        InvalidInputError: it cannot be called, or is a list: declare its members.
-    """
-    if not callable(code) or isinstance(code, list):
-        raise InvalidInputError(f"row_wise({short(code)}): give one logits processor or one stopping criterion")
-    return RowWise(code)
-
-
-@dataclass(frozen=True)
-class RowWise:
-    """A caller's processor or criterion, declared by `row_wise`."""
-
-    code: Any
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        """As the code."""
-        return self.code(*given, **named)
 
 
 def _prompts_of(code: Any) -> Sequence[Any]:

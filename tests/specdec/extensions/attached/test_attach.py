@@ -35,10 +35,10 @@ from transformers import (
 )
 
 from specdec.errors import ClosedModelError, InvalidInputError
-from specdec.extensions.attached.asked import row_wise
 from specdec.extensions.attached.attach import Attachment, attach
 from specdec.loading.names import builtin_path
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.user_code import row_wise
 
 A, B, C = ([token or 1 for token in prompt] for prompt in random_prompts((9, 5, 14)))  # 0 is the pad token
 IDS = torch.tensor([A])
