@@ -10,6 +10,7 @@ generation/candidate_generator.py (AssistedCandidateGenerator).
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,13 +71,21 @@ class AssistantHead(nn.Module):
         Returns:
             The logits [R, V] of the tokens at p+1.
         """
+        with self.attending(attend):
+            return self.read(token_ids, positions, rows)
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the model's attention with `attend` inside a block."""
+        return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
+    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+        """`forward` without its attention, which must be served (`attending`) meanwhile; can be compiled."""
         if self._longest is not None:  # learned embeddings have no row beyond; the target's requests may be longer
             positions = positions.clamp_max(self._longest - 1)
         selection: dict[str, Any] = {}
         if self._selects_rows:
             selection = {"logits_to_keep": 0 if rows is None else rows}
-        with self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value)):
-            output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
+        output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
         logits: Tensor = output.logits[0]
         return logits if rows is None or self._selects_rows else logits.index_select(0, rows)
 

@@ -12,7 +12,7 @@ from fakes import table_head, tiny_llama
 
 import specdec.rounds.transfer
 from attention.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
-from drafters.loops.base import DraftInput, LoopSize
+from drafters.loops.base import DraftInput, LoopSize, PrefillPasses
 from drafters.loops.chain import ChainLoop, DraftInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
@@ -156,8 +156,8 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     target = replace(target, sources=ROWS)
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(target.inputs, loop.arrays(draft), sampling)
-    transfer = AheadTransfer(1, CONFIG, CPU)
-    transfer.send_ahead(ahead_inputs(target), transfer.send(target.inputs).verification)
+    transfer = AheadTransfer(PrefillPasses(1), CONFIG, CPU)
+    transfer.send_ahead(ahead_inputs(target, PrefillPasses(1)), transfer.send(target.inputs).verification)
     assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent
@@ -170,6 +170,6 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
 
 def test_no_round_from_graphs_needs_a_larger_buffer_than_what_is_checked_at_loading(noted: list[Noted]) -> None:
     loop = ChainLoop(table_head(tiny_llama()))
-    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(1, CONFIG, CPU)
+    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(PrefillPasses(1), CONFIG, CPU)
     eager, verification, ahead = noted
     assert verification.most + ahead.most < eager.most == staging_bytes(loop, CONFIG)
