@@ -149,7 +149,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
 def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: list[Noted]) -> None:
     """Sampled rows, drafts in other rows: every array that there can be. With 2 rows each fills its 64 bytes at most.
 
-    A verification has 8 arrays of its batch and 7 of its own; a draft prefill before the read has slots, pages and 4
+    A verification has 8 arrays of its batch and 7 of its own; a draft prefill before the read has slots, pages and 5
     more; sampling has 7. The draft loop reads 4 tokens of 2 rows.
     """
     draft, target, sampling = arrays(0.7)
@@ -163,7 +163,7 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
         ((names, fields),) = arena.sent
         assert set(fields) == names
     eager, alone, ahead = (sum(arena.sent[0][1].values()) for arena in noted)
-    assert alone == (8 + 7) * 64 and ahead == (2 + 4) * 64
+    assert alone == (8 + 7) * 64 and ahead == (2 + 5) * 64
     drafting = layout_of(loop.section.fields, bucket_of(**loop.section.sizes(LoopSize(2, 4, 8, K)))).nbytes
     assert eager - alone == 7 * 64 + drafting
 
