@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -182,7 +182,8 @@ class ReadsBonus(Protocol):
     It reads the token at p at position p, where the other loops read the target's state at p with the token at p+1.
     """
 
-    reads_bonus: Literal[True]
+    reads_bonus: bool
+    """True."""
 
 
 @dataclass(frozen=True)

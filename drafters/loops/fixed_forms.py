@@ -34,8 +34,9 @@ from drafters.loops.base import (
     LoopSize,
     from_layer,
 )
-from drafters.loops.head_passes import HeadPasses, TokenPasses, target_ids_of
+from drafters.loops.head_passes import HeadPasses, target_ids_of
 from drafters.loops.steps import StepBuffers, step_width
+from drafters.loops.tokens import TokenReader
 
 
 class _Fixed:
@@ -127,28 +128,28 @@ class FixedTokens(_Fixed):
     bonus = 1
 
     def __init__(
-        self, passes: TokenPasses, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+        self, head: TokenReader, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> None:
         rows = max(limits.rows, 2) + 1  # above any bucket, as in `FixedChain`
-        super().__init__((passes,), runner, aux, greedy, rows, limits.drafts)
-        self._plain = passes
-        self._read: Callable[..., Tensor] = compiler(passes.read)
+        super().__init__((HeadPasses(head),), runner, aux, greedy, rows, limits.drafts)
+        self._head = head
+        self._read: Callable[..., Tensor] = compiler(head.read)
         self._rows = torch.arange(rows, device=aux.device)
 
     def prefill(
         self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """See `FixedLoop.prefill`; it has one pass."""
-        read, last_row, (own,) = self._read if compiled else self._plain.read, inputs.last_row, positions
+        read, last_row = self._read if compiled else self._head.read, inputs.last_row
         if len(last_row) == 1:
             last_row = last_row.repeat(2)  # a single row would be compiled once more
-        with self._plain.carrying(attend):
-            return self._choose(read(inputs.token_ids.clone(), own, last_row), 0)
+        with self._head.attending(attend):
+            return self._choose(read(inputs.token_ids.clone(), positions[0], last_row), 0)
 
     def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
         """See `FixedLoop.step`; its first result is unused. Copies, because code for views would be compiled anew."""
         tokens = self.drafts[:rows, index].clone()
-        with self._plain.carrying(partial(self._runner.attend, planned)):
+        with self._head.attending(partial(self._runner.attend, planned)):
             logits = self._read(tokens, planned.metadata.positions, self._rows[:rows].clone())
         return tokens, self._choose(logits, index + 1)
 

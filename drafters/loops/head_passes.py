@@ -111,35 +111,6 @@ class MtpPasses(HeadPasses):
         return self.head.run_block(token_ids, hidden, positions)
 
 
-class TokenReader(Head, Protocol):
-    """A head that reads the token at p at position p, and whose forward can compute the outputs of some rows only."""
-
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attend: Attend, rows: Tensor | None = None
-    ) -> Tensor:
-        """As `Head.forward`, of token_ids at p; hidden is not read; rows: [R] int64 -> [R, H]."""
-
-    def attending(self, attend: Attend) -> AbstractContextManager[None]:
-        """A context in which `attend` computes its attention."""
-
-    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """`forward` inside `attending`; can be compiled."""
-
-
-class TokenPasses(HeadPasses):
-    """The passes of a `TokenReader`."""
-
-    can_compile = True
-    head: TokenReader
-
-    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
-        return self.head.attending(attend)
-
-    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """token_ids, positions [T], rows [R] int64 of them -> logits [R, V] of the tokens after these rows."""
-        return self.logits(self.head.read(token_ids, positions, rows))
-
-
 def target_ids_of(head: Head, device: torch.device) -> Tensor | None:
     """Target ids of all of a head's draft ids [Vd] int64; None where both are the same."""
     ids = torch.arange(head.draft_vocab_size, device=device)

@@ -11,21 +11,34 @@ rejected is at seq' or later; it is overwritten before a later token attends to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from attention.batch.host import rows_batch
 from attention.runner import GroupRunner
-from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
+from drafters.base import Head
+from drafters.loops.base import Attend, Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.chain import DraftArrays, DraftInputs, DraftSection, run_steps
-from drafters.loops.head_passes import TokenPasses, TokenReader
 from drafters.loops.prefill import HostPass, accepted_rows
 from drafters.loops.steps import step_arrays
+
+
+class TokenReader(Head, Protocol):
+    """A head that reads the token at p at position p. Its block output is its logits."""
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """A context in which `attend` computes its attention."""
+
+    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """A pass over the tokens at these positions, inside `attending`; can be compiled.
+
+        rows: [R] int64, the token rows whose logits [R, V] are computed; None for all.
+        """
 
 
 def token_prefill(draft: DraftInput) -> HostPass:
@@ -67,7 +80,7 @@ class TokenLoop:
     num_modules = 1
     num_following = 1
     """Its entries depend on no following token; the least that the prefix cache knows is 1."""
-    reads_bonus: Literal[True] = True
+    reads_bonus = True
 
     def __init__(self, head: TokenReader) -> None:
         self.section = TokenSection(1)
@@ -85,8 +98,8 @@ class TokenLoop:
     def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Draft 1 comes from the bonus token, which the draft prefill reads last, drafts 2 … n from the one before."""
         (own,) = inputs.passes
-        attend: Callable[..., Tensor] = partial(runner.attend, runner.plan(own.metadata))
-        last = self._head.forward(own.token_ids, None, own.metadata.positions, attend, own.last_row)
+        with self._head.attending(partial(runner.attend, runner.plan(own.metadata))):
+            last = self._head.read(own.token_ids, own.metadata.positions, own.last_row)
         return run_steps((self._head,), runner, [last], inputs, choose)
 
     def fixed_form(
@@ -95,4 +108,4 @@ class TokenLoop:
         """See `GraphLoop.fixed_form`."""
         from drafters.loops.fixed_forms import FixedTokens  # late: only rounds from graphs need it
 
-        return FixedTokens(TokenPasses(self._head), runner, aux, limits, greedy, compiler)
+        return FixedTokens(self._head, runner, aux, limits, greedy, compiler)

@@ -131,9 +131,8 @@ class GraphExecutor:
             self._drafts = drafts
             self.draft_buffers = None if self._loop is None else DraftBuffers(self._loop, self._drawn)
             self._fused = self._fuse(rows[-1], drafter, drafts)
-            store_cos_sin(target.hf_model, self._alterations)
-            if passes.bonus and isinstance(head, torch.nn.Module):  # a whole model; other heads have few layers
-                store_cos_sin(head, self._alterations)
+            for module in self._modules[: 1 + passes.bonus]:  # of heads, a whole model; the others have few layers
+                store_cos_sin(module, self._alterations)
             if not invariant:  # invariant models: in `capture`, from inputs that are the same in every engine
                 log.info("compiling")
                 compile_bucket(target, model, drafts, self._empty_round(rows[0]), config.extras)

@@ -169,7 +169,7 @@ def _sized(
     check_counts(options, longest)
     format = kv_format(checkpoint, probed, options)
     k, seqs, most = options.num_speculative_tokens, options.max_num_seqs, options.max_num_batched_tokens
-    rows = Rows(num_drafts(k, head, lookup), longest, seqs, most, page_size)
+    rows = Rows(num_drafts(k, head, lookup, probed.model), longest, seqs, most, page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)

@@ -54,11 +54,12 @@ class PassesSection:
 
     Attributes:
         fields: their places; () without a head. num_shared: 1 where the first pass has the verification's lengths.
+        bonus: see `PrefillPasses`.
     """
 
     def __init__(self, passes: PrefillPasses) -> None:
         """The first pass has the verification's lengths, without a bonus token; the others have their own."""
-        self._bonus, self.num_shared = passes.bonus, min(passes.count, 1 - passes.bonus)
+        self.bonus, self.num_shared = passes.bonus, min(passes.count, 1 - passes.bonus)
         self._first = Section(GroupArrays, "head", ("page_indptr",), OF_TARGET) if self.num_shared else None
         self._own = tuple(BatchSection(f"passes.{m}", table=False) for m in range(self.num_shared, passes.count))
         self._carried = Section(CarriedRows, "passes") if passes.count > 1 else None
@@ -73,7 +74,7 @@ class PassesSection:
         """
         found = {"passes.requests": rows, "passes.tokens": tokens}
         for section in self._own:
-            more = tokens + self._bonus * rows
+            more = tokens + self.bonus * rows
             found |= section.sizes(2 * rows if entries is None else rows, more, pages, entries)
         return found
 
@@ -184,13 +185,15 @@ class AheadSection:
     """A draft prefill that is launched before its verification is read; it has a separate arena."""
 
     def __init__(self, passes: PrefillPasses) -> None:
-        self._bonus, self._passes = passes.bonus, PassesSection(passes)
+        self._passes = PassesSection(passes)
         self._own = Section(AheadArrays, "ahead", shared=OF_TARGET)
         self.fields = (*self._passes.fields, *self._own.fields)
 
     def sizes(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
         """Sizes for a verification of at most so many rows, tokens and pages a row."""
-        return target_sizes(rows, tokens + self._bonus * rows, pages, 0) | self._passes.sizes(rows, tokens, pages)
+        return target_sizes(rows, tokens + self._passes.bonus * rows, pages, 0) | self._passes.sizes(
+            rows, tokens, pages
+        )
 
     def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
         """Its arrays by their names in the arena."""
