@@ -34,9 +34,8 @@ from drafters.loops.base import (
     LoopSize,
     from_layer,
 )
-from drafters.loops.head_passes import HeadPasses, target_ids_of
+from drafters.loops.head_passes import HeadPasses, TokenReader, target_ids_of
 from drafters.loops.steps import StepBuffers, step_width
-from drafters.loops.tokens import TokenReader
 
 
 class _Fixed:

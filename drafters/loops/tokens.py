@@ -11,34 +11,19 @@ rejected is at seq' or later; it is overwritten before a later token attends to 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from attention.batch.host import rows_batch
 from attention.runner import GroupRunner
-from drafters.base import Head
-from drafters.loops.base import Attend, Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
+from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.chain import DraftArrays, DraftInputs, DraftSection, run_steps
+from drafters.loops.head_passes import TokenReader
 from drafters.loops.prefill import HostPass, accepted_rows
 from drafters.loops.steps import step_arrays
-
-
-class TokenReader(Head, Protocol):
-    """A head that reads the token at p at position p. Its block output is its logits."""
-
-    def attending(self, attend: Attend) -> AbstractContextManager[None]:
-        """A context in which `attend` computes its attention."""
-
-    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """A pass over the tokens at these positions, inside `attending`; can be compiled.
-
-        rows: [R] int64, the token rows whose logits [R, V] are computed; None for all.
-        """
 
 
 def token_prefill(draft: DraftInput) -> HostPass:
