@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,6 +28,7 @@ from attention.recurrence.states import ConvSpec, RecurrenceSpec, fold_rule
 from benchmarks.fp8_weights import fp8_weights, quantise
 from benchmarks.mxfp4_weights import draw_mxfp4
 from benchmarks.routing import ExpertWork, HeldRoutes, expert_work
+from drafters.assistant.head import AssistantHead
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead, MtpStack
@@ -132,6 +134,10 @@ MODULES = {"deepseek-v2-lite": 1, "qwen3-next-80b": 1, "qwen3.5-9b": 1, "tiny-de
 """Shapes whose head is that many multi-token-prediction modules; the others have an EAGLE-3 head."""
 for _shape in ("llama-3.1-8b", "deepseek-v2-lite", "tiny", "tiny-deepseek"):
     SHAPES[f"{_shape}-2-modules"], MODULES[f"{_shape}-2-modules"] = SHAPES[_shape], 2
+DRAFT_MODELS = {"llama-3.1-8b-with-1b": "llama-3.2-1b", "tiny-with-a-model": "tiny"}
+"""Shapes whose head is a small draft model, and its shape."""
+SHAPES["llama-3.2-1b"] = lambda: llama_config(2048, 8192, 16, 32, 64, True)
+SHAPES["llama-3.1-8b-with-1b"], SHAPES["tiny-with-a-model"] = SHAPES["llama-3.1-8b"], SHAPES["tiny"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class Pair:
     """A target, its head, and their sizes. routes: of its mixtures, where they are held."""
 
     target: PreTrainedModel
-    head: Eagle3Head | MtpHead | MtpStack
+    head: Eagle3Head | MtpHead | MtpStack | AssistantHead
     routes: HeldRoutes | None = None
 
     @property
@@ -236,12 +242,12 @@ def _matmul_weights(module: torch.nn.Module) -> int:
     return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, torch.nn.Linear))
 
 
-def _module(head: Eagle3Head | MtpHead | MtpStack) -> Eagle3Head | MtpHead:
+def _module(head: Eagle3Head | MtpHead | MtpStack | AssistantHead) -> Eagle3Head | MtpHead | AssistantHead:
     """What runs in one pass of the head."""
     return head.module(0) if isinstance(head, MtpStack) else head
 
 
-def _head_weights(head: Eagle3Head | MtpHead | MtpStack) -> int:
+def _head_weights(head: Eagle3Head | MtpHead | MtpStack | AssistantHead) -> int:
     """Weights that one draft reads; an MTP module reads the target's lm_head."""
     own = _module(head)
     return _matmul_weights(own) + (own.target_lm_head.numel() if isinstance(own, MtpHead) else 0)
@@ -255,7 +261,8 @@ def random_pair(
     layers: int | None = None,
     held_tokens: int = 0,
 ) -> Pair:
-    """Build a pair of the shape with random weights on the device: MTP modules where MODULES has it, else EAGLE-3.
+    """Build a pair of the shape with random weights on the device: MTP modules or a model where MODULES or
+    DRAFT_MODELS has it, else EAGLE-3.
 
     weights: "model", the target's are of `dtype`; "fp8", those of its linear layers and experts are in fine-grained
     FP8, but for the lm_head, as in published checkpoints; "mxfp4", those of its experts. The head's are of `dtype`.
@@ -275,7 +282,10 @@ def random_pair(
             quantise(target)
         elif weights == "mxfp4":
             draw_mxfp4(target)
-        heads = [mtp_head(target) for _ in range(modules)]
+        heads: list[Any] = [mtp_head(target) for _ in range(modules)]
+        if shape in DRAFT_MODELS:
+            small = AutoModelForCausalLM.from_config(SHAPES[DRAFT_MODELS[shape]](), dtype=dtype)
+            heads.append(AssistantHead(small.eval().requires_grad_(False)))
         head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
     routes = HeldRoutes.of(target, head, held_tokens) if held_tokens else None
     return Pair(target, head.eval().requires_grad_(False), routes)

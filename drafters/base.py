@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_check
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from attention.spec import AttentionSpec
     from drafters.loops.base import Attend, DraftLoop, LoopSize
@@ -93,6 +94,14 @@ class DraftsOnSome(Protocol):
 
     def renew_draft_rows(self, lm_head: Tensor) -> None:
         """Copy these rows again, into the same memory: the target's lm_head has other values, or is another tensor."""
+
+
+@runtime_checkable
+class PicksDrafts(Protocol):
+    """A head that knows how many drafts pay, where a user names no K."""
+
+    def paying_drafts(self, model: PreTrainedModel) -> tuple[int, float]:
+        """K for this target, and how many times the tokens a second without drafts it is expected to give."""
 
 
 @runtime_checkable

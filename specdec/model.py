@@ -102,7 +102,7 @@ class SpeculativeModel:
             draft: folder or hub name of a head or of a small causal language model, or a loaded one; "auto": a built-in
                 target's; "mtp": the multi-token-prediction module in the target's checkpoint; "lookup": what followed a
                 request's last tokens in its own text (docs/lookup.md); [head, "lookup"]: both.
-            num_speculative_tokens: K, drafts a round; default 5.
+            num_speculative_tokens: K, drafts a round; default 5, of a small model by its size (1 to 8).
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
                 CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same

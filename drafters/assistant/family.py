@@ -30,7 +30,7 @@ def load_head(
 
     Raises:
         HeadLoadError: its files are damaged; it is quantised, the target itself, or cannot run over the head's pages.
-        HeadMismatchError: its vocabulary is not the target's.
+        HeadMismatchError: its vocabulary is not the target's, padding aside.
     """
     from drafters.assistant.head import AssistantHead  # late: every load asks this module which target a head names
 
@@ -44,7 +44,7 @@ def load_head(
     _check_another(assistant is model, type(model).__name__)
     _check_plain(vars(assistant.config), type(assistant).__name__)
     _check_vocabulary(assistant, model)
-    return AssistantHead(assistant, report)
+    return AssistantHead(assistant, report, model.config.get_text_config().vocab_size)
 
 
 def _check_another(is_target: bool, name: Any) -> None:
@@ -79,14 +79,17 @@ def _loaded(path: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_vocabulary(assistant: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Raises HeadMismatchError: the sizes differ, or a token has another id, where both tokenizers lie in files."""
+    """Raises HeadMismatchError: the sizes differ by more than padding, or a token has another id, where both tokenizers
+    lie in files."""
     own, target = (each.config.get_text_config().vocab_size for each in (assistant, model))
-    if own != target:
-        raise HeadMismatchError(
-            f"the draft model {type(assistant).__name__} has a vocabulary of {own} tokens, the target {target}: "
-            f"draft models of other vocabularies are not served; {_INSTEAD}"
-        )
     ours, theirs = _ids_of_tokens(assistant), _ids_of_tokens(model)
+    padded = ours == theirs and max(ours.values(), default=own) < min(own, target)
+    if own != target and not padded:
+        raise HeadMismatchError(
+            f"the draft model {type(assistant).__name__} has a vocabulary of {own} tokens, the target {target}, and no "
+            "tokenizer.json of both shows that the same tokens are in use and the rest is padding: draft models of "
+            f"other vocabularies are not served; {_INSTEAD}"
+        )
     differing = [token for token, index in ours.items() if theirs.get(token, index) != index]
     if differing:
         token = min(differing, key=ours.__getitem__)

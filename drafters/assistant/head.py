@@ -10,14 +10,18 @@ generation/candidate_generator.py (AssistedCandidateGenerator).
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
 from attention.hf.port import AttentionPort
 from attention.hf.probe import Probe, probe
+from attention.hf.weights import model_bytes
 from attention.spec import AttentionSpec
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
@@ -27,6 +31,9 @@ from drafters.loops.tokens import TokenLoop
 _UNSERVED = {"has_sinks": "attention sinks", "chunk_size": "attention in chunks", "temperature": "tuned temperatures"}
 """Fields of an AttentionSpec that need more than keys, values and a window."""
 
+_ACCEPTED, _MOST_DRAFTS = 0.7, 8
+"""A draft's assumed chance to be accepted, given those before it, and the largest K that is chosen for a user."""
+
 
 class AssistantHead(nn.Module):
     """A `drafters.base.Head` around a causal language model. Its block output is the model's logits [T, V].
@@ -34,8 +41,10 @@ class AssistantHead(nn.Module):
     While it lives, the model's own forward still works, and waits for a round's; afterwards the model is as it was.
     """
 
-    def __init__(self, model: PreTrainedModel, report: HeadReport | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, report: HeadReport | None = None, vocab_size: int | None = None) -> None:
         """model: on the target's device, in its dtype. report: of the checkpoint that it was loaded from.
+
+        vocab_size: V of the target, whose tokens have the same ids; default the model's own.
 
         Raises:
             HeadLoadError: a model that cannot run over the head's pages; the message says why.
@@ -46,7 +55,8 @@ class AssistantHead(nn.Module):
         self.checkpoint_report = report
         self.attention_specs = tuple(call.attention_spec for call in found.calls)
         self.aux_layers: tuple[int, ...] = ()
-        self.hidden_size = self.draft_vocab_size = found.vocab_size
+        self.hidden_size = self.draft_vocab_size = vocab_size or found.vocab_size
+        self._missing = self.draft_vocab_size - found.vocab_size
         self._selects_rows = found.selects_rows
         self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._port = AttentionPort(model, found.calls)
@@ -57,27 +67,36 @@ class AssistantHead(nn.Module):
         """[T, 0]: it reads no states of the target."""
         return aux_hidden_states
 
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attend: Attend, rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
         """One pass over T rows.
 
         Args:
             token_ids, positions: [T] int64, p and the token at p (a head that reads the target's states gets that at
                 p+1). hidden: not read. attend: remembers K and V and attends.
-            rows: [R] int64, the rows whose logits are computed; None for all.
 
         Returns:
-            The logits [R, V] of the tokens at p+1.
+            The logits [T, V] of the tokens at p+1.
         """
+        with self.attending(attend):
+            return self.read(token_ids, positions)
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the model's attention with `attend` inside a block."""
+        return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
+    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """`forward` inside `attending`; can be compiled. rows: [R] int64, those whose logits are computed."""
         if self._longest is not None:  # learned embeddings have no row beyond; the target's requests may be longer
             positions = positions.clamp_max(self._longest - 1)
+        if self._missing > 0:  # no tokenizer makes these ids, but a prompt may have them
+            token_ids = token_ids.clamp_max(self.draft_vocab_size - self._missing - 1)
         selection: dict[str, Any] = {}
         if self._selects_rows:
             selection = {"logits_to_keep": 0 if rows is None else rows}
-        with self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value)):
-            output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
+        output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)
         logits: Tensor = output.logits[0]
+        if self._missing:  # padding that one of both has: it is never drafted, or cut off
+            logits = F.pad(logits, (0, self._missing), value=-torch.inf)
         return logits if rows is None or self._selects_rows else logits.index_select(0, rows)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -89,12 +108,31 @@ class AssistantHead(nn.Module):
         return x
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The vocabularies are the same."""
+        """The ids are the same."""
         return draft_ids
+
+    def paying_drafts(self, model: PreTrainedModel) -> tuple[int, float]:
+        """See `drafters.base.PicksDrafts`: by the bytes of both models' weights, which every load counts alike."""
+        return paying_drafts(model_bytes(self.model) / model_bytes(model))
 
     def draft_loop(self, limits: LoopSize) -> TokenLoop:
         """A chain that begins at the bonus token."""
         return TokenLoop(self)
+
+
+def paying_drafts(cost: float) -> tuple[int, float]:
+    """K from 1 to 8 with the most expected tokens a second, and how many times those without drafts.
+
+    cost: time of a forward of the draft model, as a share of the target's.
+
+    Source: Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8: (1 - a^(K+1)) / (1 - a) tokens in 1 + K·cost forwards.
+
+    >>> [paying_drafts(cost)[0] for cost in (0.02, 0.07, 0.154, 0.4)]
+    [8, 5, 3, 2]
+    """
+    speeds = {k: (1 - _ACCEPTED ** (k + 1)) / (1 - _ACCEPTED) / (1 + k * cost) for k in range(1, _MOST_DRAFTS + 1)}
+    best = max(speeds, key=speeds.__getitem__)
+    return best, speeds[best]
 
 
 def _probed(model: PreTrainedModel) -> Probe:

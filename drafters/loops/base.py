@@ -175,6 +175,35 @@ class CarriesVectors(Protocol):
         """Store vectors [n, H] for the request in this row."""
 
 
+@runtime_checkable
+class ReadsBonus(Protocol):
+    """A loop whose draft prefill reads one token more of each row than the verification: the bonus token, in its place.
+
+    It reads the token at p at position p, where the other loops read the target's state at p with the token at p+1.
+    """
+
+    reads_bonus: bool
+    """True."""
+
+
+@dataclass(frozen=True)
+class PrefillPasses:
+    """The passes of a draft prefill that is launched before its verification is read.
+
+    Attributes:
+        count: M; 0 where nothing drafts. bonus: tokens of each row beyond the verification's: 1 of a loop that
+            `ReadsBonus`, else 0.
+    """
+
+    count: int = 0
+    bonus: int = 0
+
+    @classmethod
+    def of(cls, loop: DraftLoop[Any, Any] | None) -> PrefillPasses:
+        """Those of a loop; none without one."""
+        return cls() if loop is None else cls(loop.num_modules, int(isinstance(loop, ReadsBonus)))
+
+
 class LoopArrays(Protocol):
     """Host arrays of a draft loop, opaque to all but the loop that made them."""
 
@@ -269,8 +298,10 @@ class CarriedRows(Generic[A]):
 class FixedPrefill:
     """Device inputs of the draft prefill of fixed shape right after a verification.
 
-    token_ids: [T] int64, the verification's tokens shifted by one: at position p the token of p+1. last_row: [rows]
-    int64, the token row of each row's last accepted token. carried: None for a loop of one head.
+    token_ids: [T] int64, the verification's tokens shifted by one: at position p the token of p+1; of a loop that
+    `ReadsBonus` one more in front of each row, the token at its first position. last_row: [rows] int64, the token row
+    that draft 1 comes from: of each row's last accepted token, or of its bonus token. carried: None for a loop of one
+    head.
     """
 
     token_ids: Tensor
@@ -318,7 +349,8 @@ class FixedLoop(Protocol):
         """Run the draft prefill over a verification's token rows; writes draft 1 and the inputs of the steps.
 
         Args:
-            positions: [T] int64 for each of the loop's M passes; pass m has positions m smaller than pass 0.
+            positions: [T] int64 for each of the loop's M passes, of the tokens that the pass reads or, for states of
+                the target, of these states; pass m has positions m smaller than pass 0.
             attend: attention over the head's paged cache, by the layers of its group; see `passes_attend`.
         """
 

@@ -34,12 +34,17 @@ from drafters.loops.base import (
     LoopSize,
     from_layer,
 )
-from drafters.loops.head_passes import HeadPasses, target_ids_of
+from drafters.loops.head_passes import HeadPasses, TokenReader, target_ids_of
 from drafters.loops.steps import StepBuffers, step_width
 
 
 class _Fixed:
-    """What the fixed-shape forms of a chain and of several modules share; a `drafters.loops.base.FixedLoop`."""
+    """What the fixed-shape forms of draft loops share; a `drafters.loops.base.FixedLoop`.
+
+    bonus: tokens that the draft prefill reads after the committed states, see `drafters.loops.base.ReadsBonus`.
+    """
+
+    bonus = 0
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class _Fixed:
         self.drafts = torch.zeros(rows, num_drafts, dtype=torch.int64, device=aux.device)
 
     def steps(self, shape: FixedShape) -> FixedSteps:
-        return StepBuffers(shape, len(self._passes), self._aux.device)
+        return StepBuffers(shape, len(self._passes), self._aux.device, self.bonus)
 
     def step_width(self, index: int) -> int:
         return step_width(index + 1, len(self._passes))
@@ -110,6 +115,42 @@ class FixedChain(_Fixed):
         with self._plain.carrying(partial(self._runner.attend, planned)):
             x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
         return x, self._choose(logits, index + 1)
+
+
+class FixedTokens(_Fixed):
+    """The fixed-shape form of `drafters.loops.tokens.TokenLoop`.
+
+    The draft prefill and the steps are one function, of tokens, their positions and the rows that drafts come from: a
+    whole model takes long to compile.
+    """
+
+    bonus = 1
+
+    def __init__(
+        self, head: TokenReader, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+    ) -> None:
+        rows = max(limits.rows, 2) + 1  # above any bucket, as in `FixedChain`
+        super().__init__((HeadPasses(head),), runner, aux, greedy, rows, limits.drafts)
+        self._head = head
+        self._read: Callable[..., Tensor] = compiler(head.read)
+        self._rows = torch.arange(rows, device=aux.device)
+
+    def prefill(
+        self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
+    ) -> Chosen:
+        """See `FixedLoop.prefill`; it has one pass."""
+        read, last_row = self._read if compiled else self._head.read, inputs.last_row
+        if len(last_row) == 1:
+            last_row = last_row.repeat(2)  # a single row would be compiled once more
+        with self._head.attending(attend):
+            return self._choose(read(inputs.token_ids.clone(), positions[0], last_row), 0)
+
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
+        """See `FixedLoop.step`; its first result is unused. Copies, because code for views would be compiled anew."""
+        tokens = self.drafts[:rows, index].clone()
+        with self._head.attending(partial(self._runner.attend, planned)):
+            logits = self._read(tokens, planned.metadata.positions, self._rows[:rows].clone())
+        return tokens, self._choose(logits, index + 1)
 
 
 class FixedModules(_Fixed):

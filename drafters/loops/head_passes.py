@@ -111,6 +111,19 @@ class MtpPasses(HeadPasses):
         return self.head.run_block(token_ids, hidden, positions)
 
 
+class TokenReader(Head, Protocol):
+    """A head that reads the token at p at position p. Its block output is its logits."""
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """A context in which `attend` computes its attention."""
+
+    def read(self, token_ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """A pass over the tokens at these positions, inside `attending`; can be compiled.
+
+        rows: [R] int64, the token rows whose logits [R, V] are computed; None for all.
+        """
+
+
 def target_ids_of(head: Head, device: torch.device) -> Tensor | None:
     """Target ids of all of a head's draft ids [Vd] int64; None where both are the same."""
     ids = torch.arange(head.draft_vocab_size, device=device)

@@ -250,8 +250,9 @@ class _Place:
 class StepBuffers:
     """The steps in a fixed shape, a `drafters.loops.base.FixedSteps`."""
 
-    def __init__(self, shape: FixedShape, num_modules: int, device: torch.device) -> None:
-        self._shape = shape
+    def __init__(self, shape: FixedShape, num_modules: int, device: torch.device, bonus: int = 0) -> None:
+        """bonus: tokens that the draft prefill reads after committed states, see `drafters.loops.base.ReadsBonus`."""
+        self._shape, self._bonus = shape, bonus
         self._tokens = step_tokens(shape.rows, shape.num_steps, num_modules)
         self._lens = np.zeros(shape.rows, np.int64)
         self._num_drafts = np.zeros(shape.rows, np.int64)
@@ -272,6 +273,7 @@ class StepBuffers:
         if count < len(self._lens):
             self._lens[count:] = self._num_drafts[count:] = 0
         self._lens[:count], self._num_drafts[:count] = rows.committed_lens, rows.num_drafts
+        self._lens[:count] += self._bonus
         padded = DraftingRows(self._lens, self._num_drafts, rows.block_table, rows.page_size)
         table, counts = _write_steps(place.arrays, place.first, padded, self._tokens)
         _write_step_pages(place.arrays.page_indices, table, counts)

@@ -11,30 +11,19 @@ rejected is at seq' or later; it is overwritten before a later token attends to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from attention.batch.host import rows_batch
 from attention.runner import GroupRunner
-from drafters.base import Head
-from drafters.loops.base import Attend, Choose, Draft, DraftInput, LoopSize
+from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.chain import DraftArrays, DraftInputs, DraftSection, run_steps
+from drafters.loops.head_passes import TokenReader
 from drafters.loops.prefill import HostPass, accepted_rows
 from drafters.loops.steps import step_arrays
-
-
-class TokenReader(Head, Protocol):
-    """A head that reads the token at p at position p, and whose forward can compute the outputs of some rows only."""
-
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor | None, positions: Tensor, attend: Attend, rows: Tensor | None = None
-    ) -> Tensor:
-        """As `Head.forward`, of token_ids at p; hidden is not read; rows: [R] int64 -> [R, H]."""
 
 
 def token_prefill(draft: DraftInput) -> HostPass:
@@ -70,12 +59,13 @@ class TokenSection(DraftSection):
 
 
 class TokenLoop:
-    """The draft loop of one small model; a `drafters.loops.base.DraftLoop` that `SharesPages`."""
+    """The draft loop of one small model; a `drafters.loops.base.GraphLoop` that `SharesPages` and `ReadsBonus`."""
 
     name = "small draft models"
     num_modules = 1
     num_following = 1
     """Its entries depend on no following token; the least that the prefix cache knows is 1."""
+    reads_bonus = True
 
     def __init__(self, head: TokenReader) -> None:
         self.section = TokenSection(1)
@@ -93,6 +83,14 @@ class TokenLoop:
     def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Draft 1 comes from the bonus token, which the draft prefill reads last, drafts 2 … n from the one before."""
         (own,) = inputs.passes
-        attend: Callable[..., Tensor] = partial(runner.attend, runner.plan(own.metadata))
-        last = self._head.forward(own.token_ids, None, own.metadata.positions, attend, own.last_row)
+        with self._head.attending(partial(runner.attend, runner.plan(own.metadata))):
+            last = self._head.read(own.token_ids, own.metadata.positions, own.last_row)
         return run_steps((self._head,), runner, [last], inputs, choose)
+
+    def fixed_form(
+        self, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+    ) -> FixedLoop:
+        """See `GraphLoop.fixed_form`."""
+        from drafters.loops.fixed_forms import FixedTokens  # late: only rounds from graphs need it
+
+        return FixedTokens(self._head, runner, aux, limits, greedy, compiler)

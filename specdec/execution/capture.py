@@ -162,8 +162,9 @@ class DraftCapture:
         """
         rows, query_len = result.tokens.shape
         planners, planned = [], []
-        for m, metadata in enumerate(round_.prefill):  # only the first has the verification's lengths
-            planners.append(self._runner.fixed_planner(rows, query_len, None if m else target))
+        for m, metadata in enumerate(round_.prefill):  # only the first, without a bonus token, has `target`'s lengths
+            width = metadata.num_tokens // rows
+            planners.append(self._runner.fixed_planner(rows, width, None if m or width > query_len else target))
             planned.append(planners[-1].plan(metadata))
         prefill = self._recorded(partial(self._prefill_and_choose, result, round_, planned), recorder)
         return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
@@ -200,9 +201,12 @@ class DraftCapture:
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
     ) -> Chosen:
         """Run over every token row of the verification (query_len for each row), up to the last accepted token."""
-        rows, query_len = result.tokens.shape
-        first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
-        inputs = FixedPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
+        rows, tokens = len(result.tokens), result.tokens
+        bonus = round_.prefill[0].num_tokens // rows - tokens.shape[1]
+        if bonus:
+            tokens = torch.cat([round_.target.token_ids.view(rows, -1)[:, :1], tokens], 1)
+        first = torch.arange(bonus, tokens.numel(), tokens.shape[1], device=tokens.device)
+        inputs = FixedPrefill(tokens.reshape(-1), first + result.num_accepted, round_.carried)
         positions = [metadata.positions for metadata in round_.prefill]
         with padding_known(round_.prefill[0]):
             return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)

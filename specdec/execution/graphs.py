@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attention.hf.gate import gate_of
-from drafters.loops.base import Draft, DraftInput, FixedLoop, FixedSteps, GraphLoop
+from drafters.loops.base import Draft, DraftInput, FixedLoop, FixedSteps, GraphLoop, PrefillPasses
 from specdec.acceptance.judge import fill_from_loop, filled_drafts, in_order, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import (
@@ -110,13 +110,14 @@ class GraphExecutor:
         self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
-        self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
-        self._transfer = AheadTransfer(self._num_modules, config, device)
-        self._fixed = {n: fixed_target(fixed, n, self._num_modules, device) for n in rows}
+        self._passes = passes = PrefillPasses.of(drafter.loop if drafter is not None and drafting else None)
+        self._transfer = AheadTransfer(passes, config, device)
+        self._fixed = {n: fixed_target(fixed, n, passes, device) for n in rows}
         self._loop: FixedLoop | None = None
         self._steps: dict[int, FixedSteps] = {}
         self._buckets: dict[int, Bucket] = {}
-        self._mixed, self._beside_prompts = {mixed_bucket(config, n) for n in rows}, mixed_buckets(config, rows[0])
+        self._mixed = {mixed_bucket(config, n) + passes.bonus * (n + 1) for n in rows}
+        self._beside_prompts = mixed_buckets(config, rows[0])
         self._alterations = Alterations(self)
         target.alterations.on_undo(self._alterations.undo)
         self._head = head = None if drafter is None else drafter.head
@@ -130,7 +131,8 @@ class GraphExecutor:
             self._drafts = drafts
             self.draft_buffers = None if self._loop is None else DraftBuffers(self._loop, self._drawn)
             self._fused = self._fuse(rows[-1], drafter, drafts)
-            store_cos_sin(target.hf_model, self._alterations)
+            for module in self._modules[: 1 + passes.bonus]:  # of heads, a whole model; the others have few layers
+                store_cos_sin(module, self._alterations)
             if not invariant:  # invariant models: in `capture`, from inputs that are the same in every engine
                 log.info("compiling")
                 compile_bucket(target, model, drafts, self._empty_round(rows[0]), config.extras)
@@ -144,7 +146,7 @@ class GraphExecutor:
         if config.draws_drafts:
             self._drawn = SampledDrafts(drafter.head, loop, self._sampling.device, target.vocab_size)
         own = self._pool, self._compiling, target.group
-        self._prefill = RaggedPrefill(loop, self._num_modules, drafter.runner, config, *own)
+        self._prefill = RaggedPrefill(loop, self._passes, drafter.runner, config, *own)
         return DraftCapture(loop, self._drawn, drafter.runner, self._pool)
 
     def capture(self) -> None:
@@ -166,7 +168,8 @@ class GraphExecutor:
             beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
             widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
             of_steps = {rows * width for rows in self._sizes for width in widths}  # of 1: also of chosen drafts
-            readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | of_steps)]
+            of_prefill = {n * (self._query_len + self._passes.bonus) for n in self._fixed}
+            readers = [(target.hf_model, tokens), beside_prompts, (self._head, of_prefill | of_steps)]
             products = choose_products(readers, invariant)
             log.info("compiling kernels of all rounds")
             with kernels_compiled_together(target.hf_model.device):
@@ -276,9 +279,9 @@ class GraphExecutor:
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
         if self._prefill is None:
             return Verification(read, aux_hidden_states)
-        ahead = ahead_inputs(round_.target, self._num_modules, self._prefill.num_rows)
+        ahead = ahead_inputs(round_.target, self._passes, self._prefill.num_rows)
         sent = self._transfer.send_ahead(ahead, device)
-        accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
+        accepted, chosen = self._prefill.run(result, sent)
         if round_.sampled and self._drawn is not None:
             self._drawn.choose(0, chosen, accepted)
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
@@ -352,7 +355,7 @@ class GraphExecutor:
         """
         if not target.only_bonus_tokens or target.given is not None:
             return None
-        if self._num_modules > 1 and target.start.min() < self._num_modules - 1:
+        if self._passes.count > 1 and target.start.min() < self._passes.count - 1:
             return None
         return self._fitting(len(target.start))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
 from attention.runner import GroupRunner, PlannedBatch
-from drafters.loops.base import CarriedRows, Chosen, FixedLoop, FixedPrefill
+from drafters.loops.base import CarriedRows, Chosen, FixedLoop, FixedPrefill, PrefillPasses
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
@@ -201,20 +201,20 @@ class RaggedPrefill:
     def __init__(
         self,
         loop: FixedLoop,
-        num_passes: int,
+        passes: PrefillPasses,
         runner: GroupRunner,
         config: EngineConfig,
         pool: Any,
         compiling: Compiling,
         group: Group,
     ) -> None:
-        """num_passes: M of the loop; compiling: the state in which its passes were compiled; group: the target's."""
+        """compiling: the state in which the passes were compiled; group: the target's."""
         self._group = group
         self._compiling = compiling
         self._loop = loop
-        self._num_passes = num_passes
+        self._passes = passes
         self._runner = runner
-        self._most_tokens = config.max_num_batched_tokens
+        self._most_tokens = config.max_num_batched_tokens + passes.bonus * config.max_num_seqs
         self._device = loop.drafts.device
         self._pool = pool
         self._graphs: dict[int, _PrefillGraph] = {}
@@ -224,7 +224,7 @@ class RaggedPrefill:
         """Rows of each graph, including the vectors that modules carry: as many as the loop drafts for."""
         return len(self._loop.drafts)
 
-    def run(self, result: PackedResult, ahead: DeviceAhead, logits_indices: Tensor) -> tuple[Tensor, Chosen]:
+    def run(self, result: PackedResult, ahead: DeviceAhead) -> tuple[Tensor, Chosen]:
         """Write draft 1 of every row, and the inputs of the steps, into the loop's buffers.
 
         Returns:
@@ -234,8 +234,7 @@ class RaggedPrefill:
         graph = self._graph(token_bucket(count, self._most_tokens))
         ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
         ids[:count].copy_(ahead.token_ids)
-        decided = logits_indices[: len(ahead.token_sources)]  # without the ones that extras add, see `NeedsLogits`
-        ids.index_copy_(0, decided, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
+        ids.index_copy_(0, ahead.token_places, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
         # One more entry, 0: the `decided_place` of rows that are not decided is J.
         accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
         accepted = accepted.index_select(0, ahead.decided_place)
@@ -270,9 +269,9 @@ class RaggedPrefill:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
             new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), self.num_rows
             nobody = new(rows).fill_(-1)  # request rows of -1: the captured launch writes to no request's place
-            carried = CarriedRows(nobody, new(tokens)) if self._num_passes > 1 else None
+            carried = CarriedRows(nobody, new(tokens)) if self._passes.count > 1 else None
             inputs = FixedPrefill(new(tokens), new(rows), carried)
-            positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
+            positions = tuple(_integers(tokens, self._device) for _ in range(self._passes.count))
 
             def launch(attend: LayerAttend, served: Any) -> tuple[Tensor, Tensor]:
                 def attended(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

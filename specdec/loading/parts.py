@@ -169,7 +169,7 @@ def _sized(
     longest = max_model_len_of(options.max_model_len, probed.model)
     check_counts(options, longest)
     format = kv_format(checkpoint, probed, options)
-    seqs, k = options.max_num_seqs, num_drafts(options.num_speculative_tokens, head, lookup)
+    seqs, k = options.max_num_seqs, num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
     rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)

@@ -18,7 +18,7 @@ from attention.groups import layers_by_group, reaches_of
 from attention.hf.model_specific import dense_up_to
 from attention.hf.weights import stored_bytes
 from attention.spec import Reach
-from drafters.base import Head
+from drafters.base import Head, PicksDrafts
 from specdec.config import EngineConfig, WindowedPool, state_slots
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 from specdec.options import LoadOptions
@@ -47,8 +47,9 @@ _TESTED_ROWS, _TESTED_TOKENS = 3, 64
 """The self-test's rows, which are read without freeing anything, and more tokens than each has."""
 
 
-def num_drafts(asked: int | None, head: Head | None, lookup: bool) -> int:
-    """K: the given one, else 5 with a head, 8 with drafts by lookup alone, and 0 without drafts.
+def num_drafts(asked: int | None, head: Head | None, lookup: bool, model: PreTrainedModel) -> int:
+    """K: the given one, else 5 with a head, of a small model what pays for this target, 8 with drafts by lookup alone,
+    and 0 without drafts. A SpecdecWarning where no number pays.
 
     Raises:
         InvalidInputError: drafts that nothing makes.
@@ -59,6 +60,14 @@ def num_drafts(asked: int | None, head: Head | None, lookup: bool) -> int:
         )
     if asked is not None:
         return asked
+    if isinstance(head, PicksDrafts):
+        drafts, speed = head.paying_drafts(model)
+        if speed <= 1:
+            warn_user(
+                f"this draft model is too large for the target: {speed:.2f} times the tokens a second without it are "
+                "expected; take a smaller one, or give num_speculative_tokens"
+            )
+        return drafts
     return DEFAULT_DRAFTS if head is not None else LOOKUP_DRAFTS if lookup else 0
 
 

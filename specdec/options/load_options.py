@@ -75,7 +75,7 @@ class LoadOptions:
     """
 
     num_speculative_tokens: int | None = _option(
-        None, Whole(0), "Drafts a round (default 5 with a head; 0 = none).", _NO_TRAINING, "k"
+        None, Whole(0), "Drafts a round (default 5 with a head, 1-8 with a model; 0 = none).", _NO_TRAINING, "k"
     )
     backend: str = _option("auto", Choice(KINDS.keys()), "Attention kernels.")
     dtype: str | torch.dtype = _option("auto", Kind(), "auto, float32, bfloat16 or float16.")

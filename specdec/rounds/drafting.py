@@ -9,7 +9,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.staging import A, array
-from drafters.loops.base import CarriedRows, DraftingRows, DraftInput
+from drafters.loops.base import CarriedRows, DraftingRows, DraftInput, PrefillPasses
 from specdec.rounds.rows import RowTable, Schedule, drafts_within
 from specdec.rounds.verification import TargetArrays, Verified
 
@@ -82,14 +82,17 @@ class AheadArrays(Generic[A]):
     """A draft prefill that is launched before its verification is read.
 
     Attributes:
-        token_ids: [T] int64, the token at p+1 of every token row, 0 where the verification decides it.
-        token_sources: [R'] int64, for every logits index the place of its token in the result's tokens [J·(n+1)].
-        last_row: [B] int64, token row of each row's last committed token.
+        token_ids: [T] int64, the token at p+1 of every token row, 0 where the verification decides it; of a loop that
+            `ReadsBonus` one more in front of each row, the token at its first position.
+        token_sources: [R'] int64, for every token that the verification decides its place in the result's tokens
+            [J·(n+1)]; token_places: [R'] int64, its place in `token_ids`.
+        last_row: [B] int64, the place of the token after each row's last committed one.
         decided_place: [B] int64, each row's place among the J decided ones; J where it is none of them.
     """
 
     token_ids: A = array(np.int64, "tokens")
     token_sources: A = array(np.int64, "tokens")
+    token_places: A = array(np.int64, "tokens")
     last_row: A = array(np.int64, "rows")
     decided_place: A = array(np.int64, "rows")
 
@@ -108,11 +111,11 @@ class AheadInputs(AheadArrays[np.ndarray]):
     carried: CarriedRows[np.ndarray] | None = field(kw_only=True)
 
 
-def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 0) -> AheadInputs:
+def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int = 0) -> AheadInputs:
     """The draft prefill after `target`.
 
     Args:
-        num_modules: M, its passes. num_carried: rows whose vectors M > 1 modules carry, at least B.
+        num_carried: rows whose vectors M > 1 modules carry, at least B.
 
     A prompt row that reads 2 of its 4 tokens 7, 8, 9, 5 and a row that verifies 1 draft:
 
@@ -120,12 +123,18 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     >>> one, table = np.array([0, 1]), np.array([[3], [4]], np.int32)
     >>> target = TargetArrays(np.array([0, 6]), np.array([2, 1]), np.array([0, 1]), 1, np.array([[7, 8], [1, 0]]),
     ...                       np.array([1]), one, one, np.array([9, 0]), one, RoundTables(table, table, 16))
-    >>> ahead = ahead_inputs(target)
+    >>> ahead = ahead_inputs(target, PrefillPasses(1))
     >>> ahead.token_ids.tolist(), ahead.token_sources.tolist(), ahead.last_row.tolist(), ahead.decided_place.tolist()
     ([8, 9, 0, 0], [0, 1], [1, 2], [1, 0])
+
+    With the token at each row's first position in front:
+
+    >>> ahead = ahead_inputs(target, PrefillPasses(1, bonus=1))
+    >>> ahead.token_ids.tolist(), ahead.token_places.tolist(), ahead.last_row.tolist()
+    ([7, 8, 9, 1, 0, 0], [4, 5], [2, 4])
     """
     assert target.pages.head is not None
-    starts, num_new = target.query_start_loc, target.num_new
+    starts, num_new, bonus = target.query_start_loc, target.num_new, passes.bonus
     rows = np.arange(len(num_new))
     following = np.zeros_like(target.tokens)
     following[:, :-1] = target.tokens[:, 1:]
@@ -134,21 +143,24 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     token_ids = np.zeros(len(owner), np.int64)
     committed = np.arange(len(owner)) - starts[owner] < num_new[owner]
     token_ids[committed] = following[np.arange(following.shape[1]) < num_new[:, None]]
-    counts = target.num_drafts + 1
+    if bonus:
+        token_ids, starts = np.insert(token_ids, starts[:-1], target.tokens[:, 0]), starts + np.arange(len(starts))
+    last_row, counts = starts[:-1] + num_new - 1 + bonus, target.num_drafts + 1
     decided_place = np.full(len(rows), len(target.decided))
     decided_place[target.decided] = np.arange(len(target.decided))
     place = starts, target.start, target.pages.head, target.pages.page_size
     batches, carried = [rows_batch(*place)], None
-    if num_modules > 1:
+    if passes.count > 1:
         from drafters.loops.prefill import rows_before, shifted_batch
 
-        batches += [shifted_batch(m, *place, target.begins) for m in range(1, num_modules)]
+        batches += [shifted_batch(m, *place, target.begins) for m in range(1, passes.count)]
         carried = CarriedRows(target.request_rows, rows_before(starts, num_carried))
     return AheadInputs(
         batches=tuple(batches),
         token_ids=token_ids,
         token_sources=np.repeat(np.arange(len(counts)) * (target.max_drafts + 1), counts) + offsets_within(counts),
-        last_row=starts[:-1] + num_new - 1,
+        token_places=np.repeat(last_row[target.decided], counts) + offsets_within(counts),
+        last_row=last_row,
         decided_place=decided_place,
         carried=carried,
     )

@@ -26,7 +26,7 @@ from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeS
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from attention.spec import Reach
 from attention.staging import Staged, StagingArena, bucket_of
-from drafters.loops.base import CarriedRows, FixedShape
+from drafters.loops.base import CarriedRows, FixedShape, PrefillPasses
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import fixed_entries, fixed_shape
 from specdec.rounds.extras import make_sections
@@ -98,23 +98,27 @@ class _WindowedPages:
         )
 
 
-class _LaterPass:
-    """The draft prefill of module m > 0: the verification, m positions further back, on the head's pages."""
+class _OwnPass:
+    """A pass of the draft prefill with lengths of its own, on the head's pages: the verification, for module m > 0 m
+    positions further back, or with the bonus token after it."""
 
     def __init__(self, buffers: BatchArrays[np.ndarray], m: int, shape: FixedShape) -> None:
+        """shape: the pass's."""
         self._m = m
+        self._shape = shape
+        self._offsets = np.arange(shape.query_len)
         self._start = np.zeros(shape.rows, np.int64)
         self._buffers = buffers
         self.positions = buffers.positions.reshape(shape.rows, shape.query_len)
         self.pages = _Pages(buffers, self._start, shape)
         buffers.query_start_loc[:] = np.arange(0, shape.rows * shape.query_len + 1, shape.query_len)
 
-    def write(self, start: np.ndarray, shape: FixedShape) -> np.ndarray:
+    def write(self, start: np.ndarray) -> np.ndarray:
         """Lengths and the positions of all tokens for verifications from `start` [rows] on; returns the page counts."""
         np.subtract(start, self._m, out=self._start)
         np.maximum(self._start, 0, out=self._start)  # rows that are added
-        np.add(self._start[:, None], np.arange(shape.query_len), out=self.positions)
-        return _write_lengths(self._buffers, self._start, shape)
+        np.add(self._start[:, None], self._offsets, out=self.positions)
+        return _write_lengths(self._buffers, self._start, self._shape)
 
 
 def _write_lengths(buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: FixedShape) -> np.ndarray:
@@ -136,36 +140,36 @@ class _TargetPlace:
         host: Mapping[str, np.ndarray],
         shape: FixedShape,
         section: VerificationSection,
-        passes: PassesSection | None,
+        passes: PassesSection,
+        longer: FixedShape,
         reaches: Sequence[Reach],
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
-        batch, own = section.batch.buffers(host), section.own.of(host)
+        batch, arrays = section.batch.buffers(host), section.own.of(host)
         self.start = np.zeros(rows, np.int64)
         self.positions = batch.positions.reshape(rows, query_len)
-        self.token_ids = own.token_ids.reshape(rows, query_len)
-        self.num_drafts, self.sources = own.num_drafts, own.sources
+        self.token_ids = arrays.token_ids.reshape(rows, query_len)
+        self.num_drafts, self.sources = arrays.num_drafts, arrays.sources
         self.batch = batch
         self.extras = tuple(extra.buffers(host) for extra in section.batch.extras)
         self.groups = [_Pages(batch, self.start, shape, self.extras)]
         windowed = zip(section.batch.group_buffers(host), reaches, strict=True)
         self.windowed = [_WindowedPages(each, reach, shape) for each, reach in windowed]
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
-        self.later: list[_LaterPass] = []
-        self.carried: CarriedRows[np.ndarray] | None = None
-        if passes is not None:
-            (first, *later), self.carried = passes.buffers(host, batch)
-            self.groups.append(_Pages(first, self.start, shape))
-            self.later = [_LaterPass(each, m, shape) for m, each in enumerate(later, 1)]
+        found, self.carried = passes.buffers(host, batch)
+        if passes.num_shared:
+            self.groups.append(_Pages(found[0], self.start, shape))
+        own = enumerate(found[passes.num_shared :], passes.num_shared)
+        self.own_passes = [_OwnPass(each, m, longer) for m, each in own]
         if self.carried is not None:
             from drafters.loops.prefill import rows_before
 
             self.carried.sources[:] = rows_before(batch.query_start_loc, rows)
         places = np.arange(rows * query_len).reshape(rows, query_len)
-        own.logits_indices[:] = places.reshape(-1)
-        own.logit_index[:] = places
-        own.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
-        own.draft_sources[: rows * (query_len - 1)] = np.arange(rows * (query_len - 1))
+        arrays.logits_indices[:] = places.reshape(-1)
+        arrays.logit_index[:] = places
+        arrays.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
+        arrays.draft_sources[: rows * (query_len - 1)] = np.arange(rows * (query_len - 1))
 
 
 class FixedTarget:
@@ -174,32 +178,29 @@ class FixedTarget:
     def __init__(
         self,
         shape: FixedShape,
-        passes: int,
+        passes: PrefillPasses,
         device: torch.device,
         reaches: Sequence[Reach] = (),
         entries: Sequence[int] = (),
         extras: Sequence[MakeSection] = (),
     ) -> None:
-        """passes: M of the draft prefill, one for each module; 0 without a head.
-
-        reaches, entries: of the target's further cache groups, and the most pages on the list of each. extras:
-            make their sections.
+        """reaches, entries: of the target's further cache groups, and the most pages on the list of each. extras:
+        make their sections.
         """
         self._shape = shape
         self._section = VerificationSection(len(reaches), extras, table=False)
-        self._passes = PassesSection(passes) if passes else None
+        self._passes = PassesSection(passes)
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
         rows, tokens, most = shape.rows, shape.rows * shape.query_len, shape.page_entries
         sizes = target_sizes(rows, tokens, 0, shape.query_len - 1, most, entries)
-        fields = self._section.fields
-        if self._passes is not None:
-            fields, sizes = (*fields, *self._passes.fields), sizes | self._passes.sizes(rows, tokens, 0, most)
+        fields, sizes = (*self._section.fields, *self._passes.fields), sizes | self._passes.sizes(rows, tokens, 0, most)
+        longer = replace(shape, query_len=shape.query_len + passes.bonus)
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)
         hosts, sections = self._arena.hosts(self._bucket), (self._section, self._passes)
-        self._places = [_TargetPlace(host, shape, *sections, reaches) for host in hosts]
+        self._places = [_TargetPlace(host, shape, *sections, longer, reaches) for host in hosts]
 
     def device(self, target: TargetArrays) -> tuple[DeviceRound, tuple[CommonAttentionMetadata, ...], Carried]:
         """Send a verification and return its device views, at the same addresses every round.
@@ -211,8 +212,6 @@ class FixedTarget:
         places = self._shape.rows * (self._shape.query_len - 1)
         whole = self._section.of(batch, staged)
         round_ = replace(whole, draft_places=whole.draft_places[:places], draft_sources=whole.draft_sources[:places])
-        if self._passes is None:
-            return round_, (), None
         return round_, self._passes.metadata(round_.metadata, passes, staged), self._passes.carried(staged)
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
@@ -238,8 +237,8 @@ class FixedTarget:
             self._write_slots(group.slots, table, self._rows, pages, within, own)
             write_pages(group.indices, table, counts)
             batches.append(group.batch.over(table, () if batches else tuple(others)))
-        if place.later:
-            batches += self._write_later(place, target, table, own)
+        if place.own_passes:
+            batches += self._write_own(place, target, width + 1, own)
         return batches[0], tuple(batches[1:]), self._arena.end(self._bucket)
 
     def _write_slots(
@@ -256,16 +255,20 @@ class FixedTarget:
         if own is not None:
             slots *= own
 
-    def _write_later(
-        self, place: _TargetPlace, target: TargetArrays, table: np.ndarray, own: np.ndarray | None
+    def _write_own(
+        self, place: _TargetPlace, target: TargetArrays, width: int, own: np.ndarray | None
     ) -> list[HostBatch]:
-        """The passes of later modules over the head's pages; table: [rows, P]; own: see `_write_tokens`."""
-        assert place.carried is not None
-        request_rows, count = place.carried.request_rows, len(target.request_rows)
-        request_rows[:count], request_rows[count:] = target.request_rows, -1
+        """The passes with lengths of their own; width: most pages of a row; own: see `_write_tokens`."""
+        assert target.pages.head is not None
+        if place.carried is not None:
+            request_rows, count = place.carried.request_rows, len(target.request_rows)
+            request_rows[:count], request_rows[count:] = target.request_rows, -1
+        elif own is not None:  # the token at the first position, then as many as the verification has
+            own = np.concatenate([own[:, :1], own], 1)
+        table = covering(target.pages.head, self._shape.rows, width)
         batches: list[HostBatch] = []
-        for each in place.later:
-            counts = each.write(place.start, self._shape)
+        for each in place.own_passes:
+            counts = each.write(place.start)
             pages, within = np.divmod(each.positions, self._shape.page_size)
             self._write_slots(each.pages.slots, table, self._rows, pages, within, own)
             if own is not None:
@@ -294,8 +297,8 @@ class FixedTarget:
         return own
 
 
-def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
-    """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
+def fixed_target(config: EngineConfig, rows: int, passes: PrefillPasses, device: torch.device) -> FixedTarget:
+    """The verifications of so many rows of an engine, and the draft prefill after them."""
     shape, reaches = fixed_shape(config, rows), [pool.reach for pool in config.windowed]
     extras = make_sections(config.extras, True)
     return FixedTarget(shape, passes, device, reaches, fixed_entries(config, shape), extras)

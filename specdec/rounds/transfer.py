@@ -26,7 +26,7 @@ from attention.batch.metadata import (
     on_pages,
 )
 from attention.staging import A, Bucket, Field, Section, Staged, StagingArena, array, bucket_of, layout_of
-from drafters.loops.base import CarriedRows, DraftLoop, LoopArrays, LoopSection, LoopSize
+from drafters.loops.base import CarriedRows, DraftLoop, LoopArrays, LoopSection, LoopSize, PrefillPasses
 from specdec.config import EngineConfig
 from specdec.ops.draws import SamplingParameters
 from specdec.requests.sampling import SamplingTensors
@@ -53,17 +53,18 @@ class PassesSection:
     """All M passes of a draft prefill.
 
     Attributes:
-        fields: their places; () without a head.
+        fields: their places; () without a head. num_shared: 1 where the first pass has the verification's lengths.
+        bonus: see `PrefillPasses`.
     """
 
-    def __init__(self, num_passes: int) -> None:
-        """num_passes: M; 0 without a head."""
-        self._first = Section(GroupArrays, "head", ("page_indptr",), OF_TARGET)
-        self._later = tuple(BatchSection(f"passes.{m}", table=False) for m in range(1, num_passes))
-        self._carried = Section(CarriedRows, "passes")
-        first = self._first.fields if num_passes else ()
-        later = tuple(field for section in self._later for field in section.fields)
-        self.fields: tuple[Field, ...] = (*first, *later, *(self._carried.fields if self._later else ()))
+    def __init__(self, passes: PrefillPasses) -> None:
+        """The first pass has the verification's lengths, without a bonus token; the others have their own."""
+        self.bonus, self.num_shared = passes.bonus, min(passes.count, 1 - passes.bonus)
+        self._first = Section(GroupArrays, "head", ("page_indptr",), OF_TARGET) if self.num_shared else None
+        self._own = tuple(BatchSection(f"passes.{m}", table=False) for m in range(self.num_shared, passes.count))
+        self._carried = Section(CarriedRows, "passes") if passes.count > 1 else None
+        sections = (self._first, *self._own, self._carried)
+        self.fields = tuple(field for section in sections if section is not None for field in section.fields)
 
     def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
         """Sizes to add to the verification's, for at most so many of its rows, tokens and pages a row.
@@ -72,38 +73,39 @@ class PassesSection:
         which is given by its `entries` on the lists of pages.
         """
         found = {"passes.requests": rows, "passes.tokens": tokens}
-        for section in self._later:
-            found |= section.sizes(2 * rows if entries is None else rows, tokens, pages, entries)
+        for section in self._own:
+            more = tokens + self.bonus * rows
+            found |= section.sizes(2 * rows if entries is None else rows, more, pages, entries)
         return found
 
     def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> dict[str, np.ndarray]:
         """The arrays of a round of any shape, by their names in the arena."""
-        first, *later = batches
-        found = self._first.values(first)
-        for section, batch in zip(self._later, later, strict=True):
+        found = {} if self._first is None else self._first.values(batches[0])
+        for section, batch in zip(self._own, batches[self.num_shared :], strict=True):
             found |= section.values(batch)
-        return found if carried is None else found | self._carried.values(carried)
+        return found if carried is None or self._carried is None else found | self._carried.values(carried)
 
     def buffers(
         self, host: Mapping[str, np.ndarray], target: BatchArrays[np.ndarray]
     ) -> tuple[list[BatchArrays[np.ndarray]], CarriedRows[np.ndarray] | None]:
         """Host buffers of every pass, and of the carried rows. target: the verification's."""
-        first = self._first.of(host)
-        own = replace(target, slot_mapping=first.slot_mapping, page_indices=first.page_indices)
-        later = [section.buffers(host) for section in self._later]
-        return [own, *later], self._carried.of(host) if self._later else None
+        found = [section.buffers(host) for section in self._own]
+        if self._first is not None:
+            first = self._first.of(host)
+            found.insert(0, replace(target, slot_mapping=first.slot_mapping, page_indices=first.page_indices))
+        return found, None if self._carried is None else self._carried.of(host)
 
     def metadata(
         self, target: CommonAttentionMetadata, batches: Sequence[HostBatch], staged: Staged
     ) -> tuple[CommonAttentionMetadata, ...]:
         """The attention of every pass on the device. target: the verification's."""
-        first, *later = batches
-        passes = (section.metadata(batch, staged) for section, batch in zip(self._later, later, strict=True))
-        return (on_pages(target, self._first, first, staged.views), *passes)
+        own = zip(self._own, batches[self.num_shared :], strict=True)
+        passes = tuple(section.metadata(batch, staged) for section, batch in own)
+        return passes if self._first is None else (on_pages(target, self._first, batches[0], staged.views), *passes)
 
     def carried(self, staged: Staged) -> CarriedRows[Tensor] | None:
         """The carried rows on the device; None for one pass."""
-        return self._carried.of(staged.views) if self._later else None
+        return None if self._carried is None else self._carried.of(staged.views)
 
 
 @dataclass(frozen=True)
@@ -182,15 +184,16 @@ class DeviceAhead(AheadArrays[Tensor]):
 class AheadSection:
     """A draft prefill that is launched before its verification is read; it has a separate arena."""
 
-    def __init__(self, num_passes: int) -> None:
-        """num_passes: M of the head's loop; 0 without a head."""
-        self._passes = PassesSection(num_passes)
+    def __init__(self, passes: PrefillPasses) -> None:
+        self._passes = PassesSection(passes)
         self._own = Section(AheadArrays, "ahead", shared=OF_TARGET)
         self.fields = (*self._passes.fields, *self._own.fields)
 
     def sizes(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
         """Sizes for a verification of at most so many rows, tokens and pages a row."""
-        return target_sizes(rows, tokens, pages, 0) | self._passes.sizes(rows, tokens, pages)
+        return target_sizes(rows, tokens + self._passes.bonus * rows, pages, 0) | self._passes.sizes(
+            rows, tokens, pages
+        )
 
     def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
         """Its arrays by their names in the arena."""
@@ -307,11 +310,11 @@ class AheadTransfer:
     have fixed places, see `fixed.py`.
     """
 
-    def __init__(self, num_modules: int, config: EngineConfig, device: torch.device) -> None:
-        """num_modules: M of the loop whose draft prefills follow; 0 where none do."""
-        self._target, self._section = _verification(config), AheadSection(num_modules)
+    def __init__(self, passes: PrefillPasses, config: EngineConfig, device: torch.device) -> None:
+        """passes: of the draft prefills that follow."""
+        self._target, self._section = _verification(config), AheadSection(passes)
         self._verification = StagingArena(*_largest_verification(config), device)
-        self._ahead = StagingArena(*_largest_ahead(num_modules, config), device) if num_modules else None
+        self._ahead = StagingArena(*_largest_ahead(passes, config), device) if passes.count else None
 
     @property
     def transfers(self) -> int:
@@ -334,7 +337,7 @@ class AheadTransfer:
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
     """Bytes of the buffers that hold the largest round, run operator by operator or from graphs."""
-    ahead = layout_of(*_largest_ahead(0 if loop is None else loop.num_modules, config)).nbytes
+    ahead = layout_of(*_largest_ahead(PrefillPasses.of(loop), config)).nbytes
     largest = layout_of(*_largest(None if loop is None else loop.section, config)).nbytes
     return max(largest, layout_of(*_largest_verification(config)).nbytes + ahead)
 
@@ -356,10 +359,10 @@ def _verification(config: EngineConfig) -> VerificationSection:
     return VerificationSection(len(config.windowed), make_sections(config.extras, False))
 
 
-def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
+def _largest_ahead(passes: PrefillPasses, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """The same for a draft prefill that is launched before its verification is read."""
-    section = AheadSection(num_modules)
-    return list(section.fields if num_modules else ()), _ahead_bucket(section, loop_limits(config))
+    section = AheadSection(passes)
+    return list(section.fields if passes.count else ()), _ahead_bucket(section, loop_limits(config))
 
 
 def _sizes_of(batch: HostBatch, target: VerificationArrays[Any]) -> tuple[LoopSize, Groups]:

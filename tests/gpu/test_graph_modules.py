@@ -187,4 +187,4 @@ def test_launching_a_round_never_synchronises(params: Any, monkeypatch: pytest.M
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     wrapped.generate(PROMPTS, params)
     assert sum(isinstance(each, DraftedVerification) for each in found) >= len(ragged) + 10
-    assert sum(reads_beside(ahead.passes[0].host, 4) for _, ahead, _ in ragged) >= 4
+    assert sum(reads_beside(ahead.passes[0].host, 4) for _, ahead in ragged) >= 4

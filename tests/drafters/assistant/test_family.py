@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 from collections.abc import Callable
@@ -13,15 +14,18 @@ import torch
 from fakes import VOCAB, hf_greedy, hooks_of, random_prompts, tiny_llama, wrap
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import drafters.assistant.head
 from attention.backends.invariant import InvariantBackend
-from drafters.assistant.head import AssistantHead
+from attention.hf.weights import model_bytes
+from drafters.assistant.head import AssistantHead, paying_drafts
 from drafters.checkpoints.layouts import Layout, layout_of
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.families import FAMILIES, family_of
 from drafters.loops.base import LoopSize
-from specdec.errors import InvalidInputError, SpecdecError
+from specdec.errors import InvalidInputError, SpecdecError, SpecdecWarning
 from specdec.loading.cuda_graphs import choose_graphs
 from specdec.loading.heads import load_head
+from specdec.loading.sizes import num_drafts
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 from specdec.wrapped.group import Group
@@ -94,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[SpecdecError], str]] = {
     "a vocabulary of another size": (
         lambda: tiny_llama(32),
         HeadMismatchError,
-        "a vocabulary of 32 tokens, the target 64: draft models of other vocabularies are not served; give a smaller",
+        "a vocabulary of 32 tokens, the target 64, and no tokenizer.json .*: draft models of other .*; give a smaller",
     ),
     "quantised": (quantised, HeadLoadError, "is quantised.*give its checkpoint in bfloat16 or float16"),
     "a changing rotary embedding": (lambda: with_rope("dynamic"), HeadLoadError, "rope_type='dynamic'.*longest row"),
@@ -129,10 +133,9 @@ def test_processes_that_divide_a_target_are_refused(monkeypatch: pytest.MonkeyPa
         load_head(tiny_llama(context=0.1), None, probe_target(tiny_llama()), LoadOptions(), None, group)
 
 
-def test_graphs_are_refused_in_the_loops_own_words() -> None:
+def test_rounds_run_from_graphs_where_the_backend_has_them() -> None:
     loop = AssistantHead(tiny_llama()).draft_loop(LoopSize())
-    with pytest.raises(InvalidInputError, match="small draft models run without CUDA graphs"):
-        choose_graphs(InvariantBackend(), loop, True)
+    assert choose_graphs(InvariantBackend(), loop, True).required
 
 
 def test_options_of_other_families_are_refused() -> None:
@@ -152,6 +155,43 @@ def test_tokenizers_are_compared_where_both_lie_in_files(folder: Path, tmp_path:
         return
     with pytest.raises(HeadMismatchError, match=re.escape("token 'c' is 1 there, 2 in the target's (2 tokens differ)")):
         load_head(str(folder), None, probe_target(target), LoadOptions(), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("own", "target"), [(VOCAB, VOCAB + 8), (VOCAB + 8, VOCAB)])
+def test_vocabularies_that_differ_by_padding(tmp_path: Path, own: int, target: int) -> None:
+    """As in Qwen's sizes: the same tokenizer, embeddings padded differently. Padding is read, and never drafted."""
+    models = {"small": tiny_llama(own, context=0.1), "target": tiny_llama(target)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        write_tokenizer(tmp_path / name, [f"t{i}" for i in range(VOCAB - 3)])
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "target")
+    with wrap(loaded, str(tmp_path / "small"), num_speculative_tokens=3) as wrapped:
+        rows = wrapped.head.model.lm_head.weight
+        rows[VOCAB:] = 100 * rows[: len(rows) - VOCAB]  # were padding drafted, it would be
+        prompt = [*PROMPT, min(own, target) - 1, target - 1]
+        params = [SamplingParams(max_new_tokens=12, temperature=t, seed=1, return_drafts=True) for t in (0.0, 1.0)]
+        greedy, sampled = wrapped.generate([prompt] * 2, params)
+        assert greedy.token_ids == hf_greedy(prompt, 12, target)
+        assert all(token < VOCAB for c in (greedy, sampled) for drafts in c.drafts for token in drafts)
+    write_tokenizer(tmp_path / "small", [f"t{i}" for i in range(VOCAB - 2)])
+    with pytest.raises(HeadMismatchError, match=f"a vocabulary of {own} tokens, the target {target}, and no tokenizer"):
+        load_head(str(tmp_path / "small"), None, probe_target(loaded), LoadOptions(), None)
+
+
+def test_how_many_drafts_pay() -> None:
+    assert doctest.testmod(drafters.assistant.head).attempted == 1
+    assert [paying_drafts(cost)[1] > 1 for cost in (0.1, 0.69, 0.71, 1.0)] == [True, True, False, False]
+    target = tiny_llama()
+    half = LlamaForCausalLM(LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 1}))
+    share = model_bytes(half) / model_bytes(target)
+    assert num_drafts(None, AssistantHead(half), False, target) == paying_drafts(share)[0]
+    assert num_drafts(7, AssistantHead(half), False, target) == 7
+
+
+def test_a_draft_model_as_large_as_the_target_is_said_to_cost_time() -> None:
+    with pytest.warns(SpecdecWarning, match=r"too large for the target: 0\.85 times the tokens a second"):
+        assert num_drafts(None, AssistantHead(tiny_llama(context=0.1)), False, tiny_llama()) == 1
 
 
 def test_a_damaged_folder_is_one_message(folder: Path) -> None:

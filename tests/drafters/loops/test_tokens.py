@@ -8,7 +8,8 @@ from fakes import tiny_llama
 
 from drafters.assistant.head import AssistantHead
 from drafters.base import Head
-from drafters.loops.base import DraftInput, DraftLoop, GraphLoop, LoopSize, SharesPages
+from drafters.loops.base import DraftInput, DraftLoop, GraphLoop, LoopSize, PrefillPasses, ReadsBonus, SharesPages
+from drafters.loops.chain import ChainLoop
 from drafters.loops.tokens import TokenLoop, TokenSection, token_prefill
 
 TABLE = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]], np.int32)
@@ -57,7 +58,9 @@ def test_its_protocols() -> None:
     head = AssistantHead(tiny_llama())
     loop = head.draft_loop(LoopSize())
     assert isinstance(head, Head) and isinstance(loop, DraftLoop) and isinstance(loop, SharesPages)
-    assert not isinstance(loop, GraphLoop)
+    assert isinstance(loop, GraphLoop) and isinstance(loop, ReadsBonus)
+    assert PrefillPasses.of(loop) == PrefillPasses(1, 1) and PrefillPasses.of(None) == PrefillPasses()
+    assert PrefillPasses.of(ChainLoop(head)) == PrefillPasses(1, 0)
 
 
 @pytest.mark.parametrize("count", [1, 2])

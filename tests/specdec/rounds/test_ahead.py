@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec.rounds.drafting
+from drafters.loops.base import PrefillPasses
 from drafters.loops.prefill import module_batch, module_rows
 from specdec.rounds.drafting import ahead_inputs
 from specdec.rounds.verification import RoundTables, TargetArrays
@@ -41,7 +42,7 @@ def test_rows_of_later_modules_are_those_after_the_read(
     """The true rows of each pass, and what they read, are those of `module_rows`; all others are past the end or on the
     null page."""
     target = target_of(rows, page_size)
-    ahead = ahead_inputs(target, modules, MOST)
+    ahead = ahead_inputs(target, PrefillPasses(modules), MOST)
     assert target.pages.head is not None and ahead.carried is not None and len(ahead.batches) == modules
     assert ahead.carried.request_rows.tolist() == target.request_rows.tolist()
     lens = target.num_new + np.minimum(accepted, target.drafts)
@@ -73,18 +74,40 @@ def test_rows_of_later_modules_are_those_after_the_read(
 
 
 def test_one_pass_carries_nothing() -> None:
-    ahead = ahead_inputs(target_of([(5, 1, 2), (0, 4, 0)], 16))
+    ahead = ahead_inputs(target_of([(5, 1, 2), (0, 4, 0)], 16), PrefillPasses(1))
     assert len(ahead.batches) == 1 and ahead.carried is None
+
+
+@given(rounds, st.sampled_from([1, 3, 16]), st.integers(0, 4))
+def test_rows_with_the_bonus_token_are_those_after_the_read(rows: list[Row], page_size: int, accepted: int) -> None:
+    """What a model that reads tokens reads once the result is there: `token_prefill`; later rows are past the end."""
+    target = replace(target_of(rows, page_size), following=np.full(len(rows), 77))
+    plain, ahead = (ahead_inputs(target, PrefillPasses(1, bonus)) for bonus in (0, 1))
+    (batch,) = ahead.batches
+    batch.validate()
+    counts = np.minimum(accepted, target.drafts)
+    first = batch.query_start_loc[:-1]
+    assert target.pages.head is not None
+    for i, (start, num_new, drafts) in enumerate(rows):
+        own = slice(int(first[i]), int(first[i]) + num_new + drafts + 1)
+        assert batch.positions[own].tolist() == [*range(start, start + num_new + drafts + 1)]
+        page, within = np.divmod(batch.positions[own], page_size)
+        assert batch.slot_mapping[own].tolist() == (target.pages.head[i][page] * page_size + within).tolist()
+        assert ahead.token_ids[own][: num_new + 1].tolist() == [*target.tokens[i, :num_new], 77]
+        assert batch.positions[ahead.last_row[i] + counts[i]] == start + num_new + counts[i], "the bonus token's"
+    assert ahead.token_sources.tolist() == plain.token_sources.tolist()
+    before = plain.batches[0].positions[plain.token_places]
+    assert batch.positions[ahead.token_places].tolist() == (before + 1).tolist()
 
 
 def test_the_example_in_the_docstring() -> None:
     outcome = doctest.testmod(specdec.rounds.drafting)
-    assert outcome.failed == 0 and outcome.attempted == 5
+    assert outcome.failed == 0 and outcome.attempted == 7
 
 
 def test_every_logits_row_finds_its_token_in_the_result() -> None:
     """Results have a column more than the most drafts of a row, whatever its own."""
-    assert ahead_inputs(target_of([(5, 1, 3), (4, 1, 1), (3, 1, 0)], 16)).token_sources.tolist() == [
+    assert ahead_inputs(target_of([(5, 1, 3), (4, 1, 1), (3, 1, 0)], 16), PrefillPasses(1)).token_sources.tolist() == [
         0,
         1,
         2,
@@ -99,6 +122,6 @@ def test_later_modules_write_nothing_before_a_requests_own_beginning() -> None:
     """Both rows stand at position 6; the second one begins there, after pages of the prefix cache."""
     target = replace(target_of([(6, 1, 1), (6, 1, 1)], 4), begins=np.array([0, 6]))
     assert target.pages.head is not None
-    _, later = ahead_inputs(target, 2, MOST).batches
+    _, later = ahead_inputs(target, PrefillPasses(2), MOST).batches
     pages = target.pages.head[:, 1]
     assert later.slot_mapping.tolist() == [pages[0] * 4 + 1, pages[0] * 4 + 2, 0, pages[1] * 4 + 2]

@@ -13,7 +13,7 @@ from fakes import table_head, tiny_llama
 
 import specdec.rounds.buckets
 from attention.recurrence.index import FoldRule
-from drafters.loops.base import DraftInput, LoopSize
+from drafters.loops.base import DraftInput, LoopSize, PrefillPasses
 from drafters.loops.chain import ChainLoop, DraftSection
 from specdec.config import EngineConfig
 from specdec.extras.long_factors import LongFactors
@@ -66,7 +66,7 @@ def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
     extras = [LongFactors(LongRopeRule(8)), RecurrentStates(FoldRule.deferred(3))]
     target, sampling = VerificationSection(2, make_sections(extras, False)), SamplingSection(ahead=False)
-    ahead = AheadSection(3)
+    ahead = AheadSection(PrefillPasses(3))
     common = target_sizes(4, 16, 8, 3, groups=(7, 9)) | sampling.sizes(3) | ahead.sizes(4, 16, 8)
     shared = target.fields + sampling.fields + ahead.fields
     for section in (DraftSection(1), DraftSection(3)):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
+from drafters.loops.base import PrefillPasses
 from drafters.loops.prefill import module_batch, module_rows, rows_before
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingArrays, SamplingParams
@@ -52,16 +53,16 @@ def target_of(rows: Rows, page_size: int, sources: list[int] | None = None) -> T
     )
 
 
-def check_rows(batch: HostBatch, rows: Rows, pages: np.ndarray, page_size: int) -> None:
+def check_rows(batch: HostBatch, rows: Rows, pages: np.ndarray, page_size: int, most: int = DRAFTS) -> None:
     batch.validate()
-    slots, positions = (a.reshape(ROWS, DRAFTS + 1) for a in (batch.slot_mapping, batch.positions))
+    slots, positions = (a.reshape(ROWS, most + 1) for a in (batch.slot_mapping, batch.positions))
     for i, (first, drafts) in enumerate(rows):
         own = np.arange(first, first + drafts + 1)
         assert positions[i, : len(own)].tolist() == own.tolist()
         assert slots[i, : len(own)].tolist() == slots_of(pages, np.full(len(own), i), own, page_size).tolist()
         assert not slots[i, len(own) :].any() and not positions[i, len(own) :].any()
     assert not slots[len(rows) :].any() and not batch.block_table[len(rows) :].any()
-    assert batch.seq_lens.tolist() == [n + DRAFTS + 1 for n in [r[0] for r in rows] + [0] * (ROWS - len(rows))]
+    assert batch.seq_lens.tolist() == [n + most + 1 for n in [r[0] for r in rows] + [0] * (ROWS - len(rows))]
 
 
 rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min_size=1, max_size=ROWS)
@@ -70,7 +71,7 @@ rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
     """Nothing of an earlier and larger round is left in a later one."""
-    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), 1, CPU)
+    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), PrefillPasses(1), CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
         batch, (head,), staged = fixed.send(target)
@@ -102,7 +103,7 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
     rounds: list[Rows], page_size: int, modules: int, accepted: int
 ) -> None:
     """The first accepted+1 rows of pass m are those of `module_rows`; all others are past its end or nowhere."""
-    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), modules, CPU)
+    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), PrefillPasses(modules), CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
         _, attended, carried = fixed.device(target)
@@ -132,19 +133,36 @@ def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
             assert views.page_indices[: len(plain.page_indices)].tolist() == plain.page_indices.tolist()
 
 
+@given(st.lists(rows_lists, min_size=1, max_size=3), st.sampled_from([1, 3, 16]))
+def test_a_pass_with_the_bonus_token_has_a_token_more(rounds: list[Rows], page_size: int) -> None:
+    """The drafts of each row, one further on: its first token, and a token for each logits row of the verification."""
+    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), PrefillPasses(1, bonus=1), CPU)
+    for rows in rounds:
+        target = target_of(rows, page_size)
+        round_, (attended,), carried = fixed.device(target)
+        assert target.pages.head is not None and carried is None
+        check_rows(round_.metadata.host, rows, target.pages.target, page_size)
+        longer = [(first, drafts + 1) for first, drafts in rows]
+        check_rows(attended.host, longer, target.pages.head, page_size, DRAFTS + 1)
+        plain = HostBatch(*(getattr(attended.host, name) for name in HostBatch.__dataclass_fields__))
+        for name in ("positions", "seq_lens", "slot_mapping", "page_indptr", "last_page_len"):
+            assert getattr(attended, name).tolist() == getattr(plain, name).tolist(), name
+        assert attended.page_indices[: len(plain.page_indices)].tolist() == plain.page_indices.tolist()
+
+
 def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
     shape = fixed_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
     target = target_of([(20, 1)], 16)
     target.pages.target[0, :2] = [7, 9]
-    batch, _, _ = FixedTarget(shape, 0, CPU).send(target)
+    batch, _, _ = FixedTarget(shape, PrefillPasses(), CPU).send(target)
     assert batch.slot_mapping.tolist() == [148, 149, 0, 0]
     assert batch.seq_lens.tolist() == [24] and batch.page_counts.tolist() == [2]
 
 
 def test_drafts_may_stand_in_other_rows() -> None:
     """Rows that were rows 2 and 0 of the batch that drafted; what is added keeps to itself."""
-    fixed = FixedTarget(fixed_shape(config(16), ROWS), 1, CPU)
+    fixed = FixedTarget(fixed_shape(config(16), ROWS), PrefillPasses(1), CPU)
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16, [2, 0]))
     assert staged["target.sources"].tolist() == [2, 0, 2, 3]
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
@@ -157,7 +175,7 @@ def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
     shape = fixed_shape(small, ROWS)
     assert shape.page_entries < 40
     rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
-    batch, (head,), _ = FixedTarget(shape, 1, CPU).send(target_of(rows, 4))
+    batch, (head,), _ = FixedTarget(shape, PrefillPasses(1), CPU).send(target_of(rows, 4))
     assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None
 
 

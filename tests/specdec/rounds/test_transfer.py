@@ -12,7 +12,7 @@ from fakes import table_head, tiny_llama
 
 import specdec.rounds.transfer
 from attention.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
-from drafters.loops.base import DraftInput, LoopSize
+from drafters.loops.base import DraftInput, LoopSize, PrefillPasses
 from drafters.loops.chain import ChainLoop, DraftInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
@@ -149,27 +149,27 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
 def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: list[Noted]) -> None:
     """Sampled rows, drafts in other rows: every array that there can be. With 2 rows each fills its 64 bytes at most.
 
-    A verification has 8 arrays of its batch and 7 of its own; a draft prefill before the read has slots, pages and 4
+    A verification has 8 arrays of its batch and 7 of its own; a draft prefill before the read has slots, pages and 5
     more; sampling has 7. The draft loop reads 4 tokens of 2 rows.
     """
     draft, target, sampling = arrays(0.7)
     target = replace(target, sources=ROWS)
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(target.inputs, loop.arrays(draft), sampling)
-    transfer = AheadTransfer(1, CONFIG, CPU)
-    transfer.send_ahead(ahead_inputs(target), transfer.send(target.inputs).verification)
+    transfer = AheadTransfer(PrefillPasses(1), CONFIG, CPU)
+    transfer.send_ahead(ahead_inputs(target, PrefillPasses(1)), transfer.send(target.inputs).verification)
     assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent
         assert set(fields) == names
     eager, alone, ahead = (sum(arena.sent[0][1].values()) for arena in noted)
-    assert alone == (8 + 7) * 64 and ahead == (2 + 4) * 64
+    assert alone == (8 + 7) * 64 and ahead == (2 + 5) * 64
     drafting = layout_of(loop.section.fields, bucket_of(**loop.section.sizes(LoopSize(2, 4, 8, K)))).nbytes
     assert eager - alone == 7 * 64 + drafting
 
 
 def test_no_round_from_graphs_needs_a_larger_buffer_than_what_is_checked_at_loading(noted: list[Noted]) -> None:
     loop = ChainLoop(table_head(tiny_llama()))
-    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(1, CONFIG, CPU)
+    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(PrefillPasses(1), CONFIG, CPU)
     eager, verification, ahead = noted
     assert verification.most + ahead.most < eager.most == staging_bytes(loop, CONFIG)

@@ -15,7 +15,7 @@ import attention.batch.transforms.windowed as windowed_module
 import specdec.rounds.buckets
 from attention.spec import Reach
 from attention.staging import Staged, StagingArena, layout_of
-from drafters.loops.base import FixedShape
+from drafters.loops.base import FixedShape, PrefillPasses
 from specdec.config import EngineConfig, WindowedPool
 from specdec.rounds.buckets import fixed_entries, fixed_shape, group_entries, power_of_two
 from specdec.rounds.fixed import fixed_target
@@ -80,7 +80,7 @@ def test_a_fixed_shape_lists_the_pages_of_a_ragged_round(
     """And where rows are padded with tokens, the pages after them; nothing of an earlier round is left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windowed_module, "TILE_KEYS", tile)
-        fixed = fixed_target(config(page_size), ROWS, 1, CPU)
+        fixed = fixed_target(config(page_size), ROWS, PrefillPasses(1), CPU)
         for rows in rounds:
             target = target_of(rows, page_size)
             batch, (head,), staged = fixed.send(target)
@@ -139,7 +139,7 @@ def sent_bytes(sizes: EngineConfig) -> int:
         patch.setattr(StagingArena, "__init__", init)
         patch.setattr(StagingArena, "end", end)
         reaches = tuple(pool.reach for pool in sizes.windowed)
-        fixed_target(sizes, ROWS, 1, CPU).send(target_of([(300, 3)] * ROWS, 16, reaches))
+        fixed_target(sizes, ROWS, PrefillPasses(1), CPU).send(target_of([(300, 3)] * ROWS, 16, reaches))
     return sent[-1]
 
 
