@@ -57,6 +57,8 @@ class AnswerParser:
         begin, end = own.reasoning
         if begin and prompt_end.rstrip().endswith(begin):
             self._enter(Opening("reasoning", "", regex.escape(end)))
+        elif end and prompt_end.rstrip().endswith(end):
+            self._where = "thought"
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that have become certain with more text."""
@@ -141,6 +143,8 @@ class AnswerParser:
             self._end_object(close)
         elif opening.kind == "call":
             self._mend(close)
+        elif self._where == "start":
+            self._where = "thought"
         self._at = len(self._text) if close is None or close.partial else close.end()
         self._open, self._space, self._trims = None, "", True
 
