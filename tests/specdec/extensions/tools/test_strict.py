@@ -130,6 +130,7 @@ def use_of(family: str, choice: Any) -> ToolUse:
     return tools_of({"tools": TOOLS, "tool_choice": choice}, True, model_of(family).tokenizer, family)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", STRICT)
 def test_strict_calls_beside_free_text_are_valid(family: str) -> None:
     assert checked(read(family, use_of(family, "auto"), range(32), WRONG[family])) > 8
