@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
-DOCS := $(VENV)/.installed-docs
 JOBS ?= $(shell nproc)
 
 # Each worker has half of the tests in their order, and takes from another when it is done: what modules share is made once.
@@ -57,8 +56,8 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site, into build/site: what is written from code first, then a strict build. Extra [docs].
-docs: $(DOCS)
+# The site, into build/site: what is written from code first, then a strict build.
+docs: $(DEV)
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python docs/scripts/command_line.py
 	$(BIN)/python docs/scripts/pictures.py
@@ -81,8 +80,7 @@ release-notes:
 
 $(RUN): PACKAGE := .
 $(DEV): PACKAGE := .[dev]
-$(DOCS): PACKAGE := .[docs,eval]
-$(RUN) $(DEV) $(DOCS): pyproject.toml
+$(RUN) $(DEV): pyproject.toml
 	@echo "Installing into $(VENV); torch is large, this may take some minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e "$(PACKAGE)"

@@ -30,6 +30,8 @@ _ERROR = re.compile(r"^\w+(Error|NotBuilt): ")
 _OWN_NAME = re.compile(r"^[A-Z]\w*(?:ForCausalLM|LMHeadModel|ForConditionalGeneration|Model|Decoder)\b ?")
 _HEADER = """# Models
 
+After this page you know whether a model type of transformers is served, and how far.
+
 Generated from `benchmarks/results/{name}` by `python -m benchmarks.models_page`; do not edit.
 
 Every model type of transformers {transformers} in miniature (random weights, float32, CPU, torch backend, commit

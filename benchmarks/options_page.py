@@ -55,30 +55,45 @@ REASONS: dict[str, str] = {
 _OF_SPECULATION = ("assistant_", "prompt_lookup_", "max_matching_", "speculation_", "target_lookbehind", "use_mtp")
 _HEADER = """# Options of a request
 
-After this page you can set any option of a request, and translate a call of transformers. Each option is listed with
-its default, its meaning and its name there. [Sampling options](how-to/sampling.md) shows the usual ones at work.
+After this page you can set any option of a request, and translate a call of transformers. The usual options are shown
+at work in [Sampling options](how-to/sampling.md).
 
-Give options by name, `model.generate(prompt, temperature=0.7)`, or as `SamplingParams(temperature=0.7)`. Both have the
-same names. Drafts change no result: greedy tokens are those of transformers' `generate` with the same option, and
-sampled ones are drawn from the same distribution. An option that is not served is refused by name before anything runs.
+Give options by name, `model.generate(prompt, temperature=0.7)`, or as `SamplingParams(temperature=0.7)`. Greedy tokens
+are those of transformers' `generate` with the same option, and sampled ones are drawn from the same distribution. An
+option that is not served is refused by name before anything runs.
 
-Options that change logits cost a kernel launch or a few in each round. Functions of yours (`logits_processor`,
-`stopping_criteria`, …) run on the host, for every position of a verification, and all requests wait for them.
+Options that change logits cost a few kernel launches in each round. Functions of yours (`logits_processor`,
+`stopping_criteria`, …) run on the host for every position of a verification, and all requests wait for them.
 """
 
 
 def page() -> str:
     """The page for the installed transformers."""
-    theirs = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
     ours = {each.name: _of_ours(each) for each in fields(SamplingParams)}
     parts = [_HEADER]
     for title, names in (("Options", [n for n in ours if n not in OFF]), ("Options that change logits", list(OFF))):
         rows = [(f"`{name}`", *ours[name]) for name in names]
         parts.append(f"## {title}\n\n" + md_table([("option", "default", "meaning", "in transformers"), *rows]))
-    rows = [(f"`{name}`", _of_theirs(name)) for name in theirs]
     about = "Fields of a `transformers.GenerationConfig` that you pass, and what is done with them.\n\n"
-    parts.append("## GenerationConfig\n\n" + about + md_table([("field", "here"), *rows]))
+    parts.append("## GenerationConfig\n\n" + about + md_table([("here", "fields"), *_grouped()]))
     return "\n".join(parts)
+
+
+def _grouped() -> list[tuple[str, str]]:
+    """What is done with fields of GenerationConfig, and the fields; what is served first, what is refused last."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(name for name in vars(GenerationConfig()) if not name.startswith("_")):
+        found.setdefault(_of_theirs(name), []).append(f"`{name}`")
+    order = sorted(found, key=lambda here: (here.startswith("refused"), here.startswith("ignored"), here))
+    return [(here, ", ".join(found[here])) for here in order]
+
+
+def cells(text: str) -> set[tuple[str, str]]:
+    """A page's options, each with its line, and fields of GenerationConfig, each with what is done with it."""
+    ours, _, theirs = text.partition("## GenerationConfig")
+    rows = [line.strip("| ").split(" | ") for line in theirs.splitlines() if "`" in line and line.startswith("|")]
+    fields = {(name, here) for here, names in rows for name in names.split(", ")}
+    return fields | {(line.partition(" | ")[0], line) for line in ours.splitlines() if line.startswith("| `")}
 
 
 def meanings(kind: type) -> dict[str, str]:
@@ -112,15 +127,15 @@ def _of_theirs(name: str) -> str:
 
 
 @click.command(help=usage(__doc__))
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page lacks a line for what is installed.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page lacks a field of what is installed.")
 def main(check: bool) -> None:
-    """Write docs/generation_options.md, or check it. It may have lines of other versions of transformers."""
+    """Write docs/generation_options.md, or check it. It may have fields of other versions of transformers."""
     text = page()
     if not check:
         PAGE.write_text(text, "utf-8")
-    elif missing := set(text.splitlines()) - set(PAGE.read_text("utf-8").splitlines()):
-        click.echo("\n".join(sorted(missing)), err=True)
-        click.echo("docs/generation_options.md lacks these lines; run: python -m benchmarks.options_page", err=True)
+    elif missing := cells(text) - cells(PAGE.read_text("utf-8")):
+        click.echo("\n".join(": ".join(each) for each in sorted(missing)), err=True)
+        click.echo("docs/generation_options.md lacks these; run: python -m benchmarks.options_page", err=True)
         sys.exit(1)
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import pages
 
 ROOT = pages.DOCS.parent
-EVALUATION = "specdec eval acceptance --data arithmetic --limit 2 --k 2 --max-new-tokens 24 --output a.json"
+EVALUATION = "specdec eval acceptance --data arithmetic --limit 2 -k 2 --max-new-tokens 24 --output a.json"
 
 
 def timed(name: str, command: list[str], folder: Path) -> str:

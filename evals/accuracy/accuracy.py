@@ -98,7 +98,13 @@ def prepare(plan: AccuracyPlan) -> Prepared:
     for task in plan.tasks:
         if task not in manager.all_tasks:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
-    found = manager.load(_tasks(plan))["tasks"].values()
+    try:
+        found = manager.load(_tasks(plan))["tasks"].values()
+    except OSError as error:  # offline, or not found
+        raise DataError(
+            f"the data of {', '.join(plan.tasks)} cannot be loaded ({error}). Without a network give its files by "
+            "--data FOLDER, or choose --tasks specdec_arithmetic, which needs none"
+        ) from error
     for task in found:
         if task.OUTPUT_TYPE != "generate_until":
             raise DataError(

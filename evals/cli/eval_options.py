@@ -54,7 +54,7 @@ class _Numbers(click.ParamType):
 
 
 NUMBERS = _Numbers()
-OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "seed": "--seed"}
+OWN_NAMES = {"num_speculative_tokens": "--num-speculative-tokens", "max_num_seqs": "--batch-size", "seed": "--seed"}
 """Load options that the eval commands have under a name of their own, which is not about loading alone."""
 
 model_options = added(

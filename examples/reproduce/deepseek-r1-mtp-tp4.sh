@@ -21,9 +21,11 @@ need_data gsm8k/test.jsonl spec_bench/question.jsonl
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}" --max-model-len "$CONTEXT")
 
 run specdec inspect "${TARGET[@]}" --num-speculative-tokens 1
-run specdec eval acceptance "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 1 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval acceptance "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --num-speculative-tokens 1 \
+    --max-new-tokens "$NEW_TOKENS" \
   --output "$OUT/gsm8k.json" --run-dir "$OUT/gsm8k-run"
-run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 1 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --num-speculative-tokens 1 \
+    --max-new-tokens "$NEW_TOKENS" \
   --mode greedy --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
 run "$PYTHON" "$HERE/fixed_lengths.py" "${TARGET[@]}" --num-speculative-tokens 1 --data spec_bench \
   --prompt-tokens $((CONTEXT - NEW_AT_LENGTH)) --new-tokens "$NEW_AT_LENGTH" --rows "$ROWS" --repeats "$REPEATS" \

@@ -23,10 +23,11 @@ run "$PYTHON" "$HERE/own_tokens.py" --model "$MODEL" --draft none "${LOAD[@]}" -
 train_head "$SPECDEC_DATA/gsm8k/train.jsonl"
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}")
 for data in gsm8k mt_bench; do
-  run specdec eval acceptance "${TARGET[@]}" --data "$data" --limit "$LIMIT" --k 1,3 \
+  run specdec eval acceptance "${TARGET[@]}" --data "$data" --limit "$LIMIT" --num-speculative-tokens 1,3 \
     --max-new-tokens "$NEW_TOKENS" --output "$OUT/$data.json" --run-dir "$OUT/$data-run"
 done
-run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 3 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --num-speculative-tokens 3 \
+    --max-new-tokens "$NEW_TOKENS" \
   --samples "$SAMPLES" --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
-run specdec eval gsm8k "${TARGET[@]}" --limit "$LIMIT" --k 3 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval gsm8k "${TARGET[@]}" --limit "$LIMIT" --num-speculative-tokens 3 --max-new-tokens "$NEW_TOKENS" \
   --output "$OUT/gsm8k-accuracy.json" --run-dir "$OUT/gsm8k-accuracy-run"

@@ -22,18 +22,21 @@ run specdec inspect "${TARGET[@]}"
 for data in mt_bench gsm8k humaneval; do
   for temperature in 0 1; do
     name=$OUT/$data-temperature-$temperature
-    run specdec eval acceptance "${TARGET[@]}" --data "$data" --limit "$LIMIT" --k 3,7 --temperature "$temperature" \
+    run specdec eval acceptance "${TARGET[@]}" --data "$data" --limit "$LIMIT" --num-speculative-tokens 3,7 \
+        --temperature "$temperature" \
       --max-new-tokens "$NEW_TOKENS" --output "$name.json" --spec-bench-dir "$name" --run-dir "$name-run"
   done
 done
 for rows in $ROWS; do # throughput: the paper's Table of SGLang and vLLM on one H100, MT-bench, from memory: 1.34-1.82 times
   name=$OUT/mt_bench-$rows-rows
-  run specdec eval acceptance "${TARGET[@]}" --data mt_bench --limit "$LIMIT" --k 3 --batch-size "$rows" \
+  run specdec eval acceptance "${TARGET[@]}" --data mt_bench --limit "$LIMIT" --num-speculative-tokens 3 \
+      --batch-size "$rows" \
     --max-new-tokens "$NEW_TOKENS" --output "$name.json" --run-dir "$name-run"
 done
-run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 7 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --num-speculative-tokens 7 \
+    --max-new-tokens "$NEW_TOKENS" \
   --samples "$SAMPLES" --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
-run specdec eval gsm8k "${TARGET[@]}" --limit "$LIMIT" --k 5 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval gsm8k "${TARGET[@]}" --limit "$LIMIT" --num-speculative-tokens 5 --max-new-tokens "$NEW_TOKENS" \
   --output "$OUT/gsm8k.json" --run-dir "$OUT/gsm8k-run"
 
 greedy=temperature-0.json

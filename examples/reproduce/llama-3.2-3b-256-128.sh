@@ -21,7 +21,9 @@ train_head "$SPECDEC_DATA/gsm8k/train.jsonl"
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}")
 run "$PYTHON" "$HERE/fixed_lengths.py" "${TARGET[@]}" --num-speculative-tokens 3 --data gsm8k --prompt-tokens 256 \
   --new-tokens "$NEW_TOKENS" --rows "$ROWS" --repeats "$REPEATS" --output "$OUT/256-$NEW_TOKENS.json"
-run specdec eval acceptance "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 3 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval acceptance "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --num-speculative-tokens 3 \
+    --max-new-tokens "$NEW_TOKENS" \
   --output "$OUT/gsm8k.json" --run-dir "$OUT/gsm8k-run"
-run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 3 --max-new-tokens "$NEW_TOKENS" \
+run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --num-speculative-tokens 3 \
+    --max-new-tokens "$NEW_TOKENS" \
   --samples "$SAMPLES" --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"

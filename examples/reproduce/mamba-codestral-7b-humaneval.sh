@@ -31,9 +31,11 @@ LOAD+=(--max-model-len 4096) # a Mamba model names no longest sequence
 train_head "${TRAIN_DATA:-}"
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}")
 run specdec inspect "${TARGET[@]}"
-run specdec eval lossless "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template --k 3 \
+run specdec eval lossless "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template \
+    --num-speculative-tokens 3 \
   --max-new-tokens "$NEW_TOKENS" --mode greedy --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
-run specdec eval acceptance "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template --k 3 \
+run specdec eval acceptance "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template \
+    --num-speculative-tokens 3 \
   --max-new-tokens "$NEW_TOKENS" --output "$OUT/acceptance.json" --run-dir "$OUT/acceptance-run"
-run specdec eval humaneval "${TARGET[@]}" --limit "$LIMIT" --k 3 --confirm-run-unsafe-code \
+run specdec eval humaneval "${TARGET[@]}" --limit "$LIMIT" --num-speculative-tokens 3 --confirm-run-unsafe-code \
   --output "$OUT/humaneval.json" --run-dir "$OUT/humaneval-run"

@@ -34,6 +34,8 @@ _PACKAGES = (
     "flashinfer-python",
     "nvmath-python",
 )
+_OF_A_CHECKOUT = ("dev", "docs")
+"""Extras that serve nobody without the tests and the site's sources."""
 _SIBLINGS = ("attention", "drafters")
 _SETTINGS = ("SPECDEC_DATA", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 """Variables of the environment that change what runs."""
@@ -94,7 +96,7 @@ def requirements(root: Path = ROOT) -> tuple[list[str], dict[str, list[str]]]:
         return [], {}
     given = found.get_all("Requires-Dist") or []
     needed = applying(given, "")
-    extras = found.get_all("Provides-Extra") or []
+    extras = [name for name in found.get_all("Provides-Extra") or [] if name not in _OF_A_CHECKOUT]
     return needed, {name: [each for each in applying(given, name) if each not in needed] for name in extras}
 
 

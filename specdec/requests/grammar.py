@@ -125,7 +125,7 @@ class Grammar:
         structures: each with "begin", "schema" (of JSON) and "end". triggers: texts with which some "begin" starts.
 
         Raises:
-            InvalidInputError: a structure without these, or whose "begin" starts with no trigger.
+            InvalidInputError: a structure without these, or whose "begin" starts with no trigger; no JSON schema.
         """
         found = []
         listed = isinstance(structures, (list, tuple)) and isinstance(triggers, (list, tuple))
@@ -142,7 +142,8 @@ class Grammar:
                     f'structures has {short(structure)}: allowed are dicts with "begin" (which starts with one of the '
                     f'triggers {short(list(triggers))}), "schema" and "end"'
                 )
-            found.append({"trigger": own[0], **{name: structure[name] for name in ("begin", "schema", "end")}})
+            schema = json.loads(cls.json(structure["schema"]).source)  # never Lark, which services refuse
+            found.append({"trigger": own[0], "begin": begin, "schema": schema, "end": structure["end"]})
         return cls("structural_tag", json.dumps(found))
 
     @classmethod

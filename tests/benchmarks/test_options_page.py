@@ -26,10 +26,10 @@ def test_the_committed_page_has_every_line() -> None:
 
 def test_a_missing_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edited = tmp_path / "options.md"
-    edited.write_text(options_page.page().replace("| `max_time` | the same option", "| `max_time` | refused"))
+    edited.write_text(options_page.page().replace("`max_time`, ", ""))
     monkeypatch.setattr(options_page, "PAGE", edited)
     done = CliRunner().invoke(options_page.main, ["--check"])
-    assert done.exit_code == 1 and "`max_time` | the same option" in done.output
+    assert done.exit_code == 1 and "`max_time`: the same option" in done.output
 
 
 def test_every_option_has_a_meaning_for_its_first_reader() -> None:

@@ -176,13 +176,9 @@ class GrammarCompiler:
         size = max(vocab_size, len(tokenizer))
         self.words = -(-size // 32)
         self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
-        added = {
-            text: (token_id, token)
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if (text := str(token))
-        }
-        self._special = {text: token_id for text, (token_id, _) in added.items()}
-        self._hidden = [text for text, (token_id, token) in added.items() if token.special or token_id == eos]
+        added = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if str(token)}
+        self._special = {str(token): token_id for token_id, token in added.items()}
+        self._hidden = [str(token) for token_id, token in added.items() if token.special or token_id == eos]
         self.kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
         self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
@@ -354,21 +350,44 @@ class GrammarCompiler:
     def _body(self, grammar: Grammar) -> str:
         make = self._lib.LLMatcher
         if grammar.kind == "json":
-            own = readable(json.loads(grammar.source), self._lib)
-            told = own.get("x-guidance") if isinstance(own, dict) else None
-            space: Any = {"whitespace_pattern": MOST_SPACE}
-            if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
-                space = {}
-            return str(make.grammar_from_json_schema(json.dumps(own), defaults=space))
+            return self._json(json.loads(grammar.source))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":
             return str(make.grammar_from_regex("|".join(map(re.escape, json.loads(grammar.source)))))
         if grammar.kind == "lark":
             return str(make.grammar_from_lark(grammar.source))
-        tags = [self._lib.StructTag(grammar=tag.pop("schema"), **tag) for tag in json.loads(grammar.source)]
-        special = all(tag.trigger in self._special for tag in tags)
-        return str(self._lib.StructTag.to_grammar(tags, assume_special=special))
+        return self._tags(json.loads(grammar.source))
+
+    def _json(self, schema: Any) -> str:
+        own = readable(schema, self._lib)
+        told = own.get("x-guidance") if isinstance(own, dict) else None
+        space: Any = {"whitespace_pattern": MOST_SPACE}
+        if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
+            space = {}
+        return str(self._lib.LLMatcher.grammar_from_json_schema(json.dumps(own), defaults=space))
+
+    def _tags(self, tags: Sequence[dict[str, Any]]) -> str:
+        """Free text with a structure after each trigger: the token that is called so, or its text in other tokens."""
+        triggers = [tag["trigger"] for tag in tags]
+        others = [str(i) for text, i in self._special.items() if text not in triggers and i != self.eos]
+        parts = [f"TEXT <[{','.join(others)}]>"] if others else []
+        lark = "TEXT: /(.|\\n)*/\n"
+        for place, (tag, trigger) in enumerate(zip(tags, triggers, strict=True)):
+            # Two literals: one with a special token's text would be refused; here the token itself may come, too.
+            text = f"/{trigger}/" if tag.get("pattern") else f"{json.dumps(trigger[:-1])} {json.dumps(trigger[-1])}"
+            lark += f"head_{place}[lazy]: TEXT {text}\n"
+            token = f" | TEXT {self._written(trigger)}" if trigger in self._special else ""
+            schema = json.loads(self._json(tag["schema"]))["grammars"][0]["json_schema"]
+            body = f"%json {json.dumps(schema, ensure_ascii=False)}"
+            begin, end = self._marked(tag["begin"][len(trigger) :]), self._marked(tag["end"])
+            parts.append(f"(head_{place}{token}) {begin} {body} {end}")
+        return f"{lark}start: ({' | '.join(parts)})* TEXT"
+
+    def _marked(self, text: str) -> str:
+        """A text in Lark's syntax; added tokens in it as tokens."""
+        pieces = re.split("|".join(f"({re.escape(own)})" for own in self._special) or "(?!)", text)
+        return " ".join(self._written(piece) for piece in pieces if piece)
 
     def _written(self, marker: Marker | None) -> str:
         """A marker in Lark's syntax."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import regex
 
 from attention.cached import cached_property
 from specdec.errors import InvalidInputError
 
-Where = Literal["start", "content", "after"]
-EVERYWHERE: tuple[Where, ...] = ("start", "content", "after")
+Where = Literal["start", "thought", "content", "after"]
+EVERYWHERE: tuple[Where, ...] = ("start", "thought", "content", "after")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Opening:
             "skip": the marker alone, which is no part of the answer.
         pattern: of the module regex. A call's has a group "name", and may have one "id".
         close: pattern at which it ends. In calls it counts outside of JSON strings only.
-        where: at the answer's start, within its content, after a call.
+        where: at the answer's start, behind its reasoning ("thought"), within its content, after a call.
         balanced: the close counts only where all brackets of the arguments are closed.
     """
 
@@ -48,6 +48,23 @@ class Opening:
         return regex.compile(self.close, regex.DOTALL)
 
 
+class StrictCall(NamedTuple):
+    """A form of calls whose arguments can be made to follow a schema.
+
+    Attributes:
+        trigger: with it every call begins that the family's openings read. begin: what follows it, with "NAME".
+        end: behind the arguments. pattern: the trigger is a pattern, of the Rust crate regex.
+    """
+
+    trigger: str
+    begin: str
+    end: str
+    pattern: bool = False
+
+    def begin_of(self, name: str) -> str:
+        return self.trigger + self.begin.replace("NAME", name)
+
+
 @dataclass(frozen=True)
 class AnswerFormat:
     """How a family of models writes its answers.
@@ -56,8 +73,8 @@ class AnswerFormat:
         openings: tried in order where `heads` match. heads: pattern of the markers with which they begin.
         reasoning: markers around reasoning as a prompt may end with them; ("", "") without any.
         special: markers that may be special tokens of the tokenizer, which leave no text otherwise.
-        sign: text in a chat template that tells the family.
-        strict: (trigger, begin, end) of a call whose arguments follow a schema; begin has "NAME". None: not served.
+        sign: pattern of a chat template that tells the family.
+        strict: forms of calls, of which a model may choose one. None of them: `strict` with "auto" is refused.
     """
 
     openings: Sequence[Opening]
@@ -65,7 +82,7 @@ class AnswerFormat:
     reasoning: tuple[str, str] = ("", "")
     special: tuple[str, ...] = ()
     sign: str = ""
-    strict: tuple[str, str, str] | None = None
+    strict: tuple[StrictCall, ...] = ()
 
     @cached_property
     def head(self) -> Any:
@@ -78,12 +95,13 @@ def _object(begin: str, arguments: str = "arguments") -> str:
 
 
 def _thinking(begin: str, end: str) -> Opening:
-    return Opening("reasoning", regex.escape(begin), regex.escape(end), ("start",))
+    return Opening("reasoning", regex.escape(begin), regex.escape(end), ("start", "thought"))
 
 
 _ID = r'(?:,\s*"id"\s*:\s*"[^"\\]*"\s*)?'
 _THINK, _BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 _TOOL_MARKERS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+_CALL = "<｜tool▁call▁begin｜>"
 _TO = r" to=(?:functions\.)?(?P<name>[\w.-]+)"
 _CHANNEL, _MESSAGE = r"(?:<\|start\|>assistant)?", r"\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
 _ENDS = r"<\|(?:end|call|return)\|>|(?=<\|start\|>)"
@@ -98,8 +116,8 @@ FORMATS: dict[str, AnswerFormat] = {
         "<think>|<tool_call>",
         reasoning=_THINK,
         special=(*_THINK, "<tool_call>", "</tool_call>"),
-        sign="<tool_call>",
-        strict=("<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+        sign=r"\A(?!.*<function=).*<tool_call>",
+        strict=(StrictCall("<tool_call>", '\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),),
     ),
     "llama3": AnswerFormat(
         (
@@ -116,7 +134,7 @@ FORMATS: dict[str, AnswerFormat] = {
         r"<\|python_tag\|>|\{|;",
         special=("<|python_tag|>",),
         sign='"parameters": ',
-        strict=('{"name": "', '{"name": "NAME", "parameters": ', "}"),
+        strict=(StrictCall(r'\{\s*"name"\s*:\s*"', 'NAME", "parameters": ', "}", pattern=True),),
     ),
     "mistral": AnswerFormat(
         (
@@ -134,7 +152,7 @@ FORMATS: dict[str, AnswerFormat] = {
         r"\[TOOL_CALLS\]|\[THINK\]|\{",
         reasoning=_BRACKETS,
         special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *_BRACKETS),
-        sign="[TOOL_CALLS]",
+        sign=r"\[TOOL_CALLS\]",
     ),
     "deepseek": AnswerFormat(
         (
@@ -151,6 +169,10 @@ FORMATS: dict[str, AnswerFormat] = {
         reasoning=_THINK,
         special=(*_THINK, *(f"<｜tool▁{own}｜>" for own in _TOOL_MARKERS)),
         sign="<｜tool▁calls▁begin｜>",
+        strict=(
+            StrictCall(_CALL, "function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
+            StrictCall(_CALL, "NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        ),
     ),
     "harmony": AnswerFormat(
         (
@@ -162,7 +184,7 @@ FORMATS: dict[str, AnswerFormat] = {
         ),
         r"<\|(?:start|channel|end|return|call)\|>| to=",
         special=tuple(f"<|{own}|>" for own in ("start", "end", "message", "channel", "constrain", "return", "call")),
-        sign="<|channel|>",
+        sign=r"<\|channel\|>",
     ),
 }
 """Families by name. A row of your own, or `FORMATS[name] = AnswerFormat(…)`, is found by its name and by its sign."""
@@ -187,7 +209,7 @@ def format_of(name: str, template: Any) -> AnswerFormat | None:
     """
     if name == "auto":
         text = "".join(map(str, template.values())) if isinstance(template, dict) else str(template)
-        return next((own for own in FORMATS.values() if own.sign and own.sign in text), None)
+        return next((own for own in FORMATS.values() if own.sign and regex.search(own.sign, text, regex.DOTALL)), None)
     if name not in FORMATS:
         raise InvalidInputError(f"format={name!r}: allowed are auto, {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import regex
@@ -57,6 +57,8 @@ class AnswerParser:
         begin, end = own.reasoning
         if begin and prompt_end.rstrip().endswith(begin):
             self._enter(Opening("reasoning", "", regex.escape(end)))
+        elif end and prompt_end.rstrip().endswith(end):
+            self._where = "thought"
 
     def feed(self, text: str) -> list[AnswerPart]:
         """The parts that have become certain with more text."""
@@ -141,6 +143,8 @@ class AnswerParser:
             self._end_object(close)
         elif opening.kind == "call":
             self._mend(close)
+        elif self._where == "start":
+            self._where = "thought"
         self._at = len(self._text) if close is None or close.partial else close.end()
         self._open, self._space, self._trims = None, "", True
 
@@ -202,8 +206,7 @@ class AnswerParser:
             self._where = "content"
             return
         self._begin_call(name, str(found.get("id", "")))
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        self._parts.append(AnswerPart("arguments", text, self._num_calls - 1))
+        self._parts.append(AnswerPart("arguments", _arguments(given), self._num_calls - 1))
 
     def _say(self, kind: Kind, end: int) -> None:
         """Content or reasoning up to `end`; white space at its end waits for what comes next."""
@@ -217,6 +220,10 @@ class AnswerParser:
             self._parts.append(AnswerPart(kind, kept))
             if kind == "content":
                 self._where = "content"
+
+
+def _arguments(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _is_json(text: str) -> bool:
@@ -306,13 +313,42 @@ def answer_of(
     """A completion as a message with `content`, `reasoning_content` and `tool_calls`, which a chat goes on with.
 
     Args:
-        family: a name of `FORMATS`; "auto": as the tokenizer's chat template shows. stops: stop strings of the request.
+        family: a name of `FORMATS`; "auto": as the tokenizer's chat template shows, or else its `response_template`.
+        stops: stop strings of the request.
 
     Raises:
         InvalidInputError: another name.
     """
     own = format_of(family, getattr(tokenizer, "chat_template", None))
     if own is None:
-        return {"role": "assistant", "content": completion.text}
+        found = _by_response_template(completion, tokenizer, stops)
+        return found or {"role": "assistant", "content": completion.text}
     reader = AnswerReader(ToolUse(format=own, reads_calls=True), tokenizer, completion.prompt_token_ids, stops)
     return message_of(reader.read(completion.token_ids, last=True))
+
+
+def _by_response_template(completion: Completion, tokenizer: Any, stops: Sequence[str]) -> dict[str, Any] | None:
+    """The message as transformers parses it; None: the tokenizer has no template, or the answer is not of its form.
+
+    Source: huggingface/transformers, utils/chat_parsing/response_parser.py.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return None
+    text = str(tokenizer.decode(completion.token_ids))
+    for stop in stops:
+        text = text.partition(stop)[0]
+    try:
+        return message_of(_parts_of(tokenizer.parse_response(text, prefix=completion.prompt_token_ids)))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+
+
+def _parts_of(message: Mapping[str, Any]) -> Iterator[AnswerPart]:
+    if thought := message.get("reasoning_content") or message.get("thinking"):
+        yield AnswerPart("reasoning", thought)
+    if text := message.get("content"):
+        yield AnswerPart("content", text)
+    for place, call in enumerate(message.get("tool_calls") or ()):
+        function = call["function"]
+        yield AnswerPart("call", function["name"], place)
+        yield AnswerPart("arguments", _arguments(function["arguments"]), place)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.errors import InvalidInputError
-from specdec.extensions.tools.answer_formats import ARGUMENTS, CALLS, AnswerFormat
+from specdec.extensions.tools.answer_formats import ARGUMENTS, CALLS, FORMATS, AnswerFormat
 from specdec.requests.grammar import Grammar
 from specdec.values import flag, refuse, short
 
@@ -54,15 +54,16 @@ def tool_use(given: Mapping[str, Any], own: AnswerFormat | None, template: Any =
     if choice == "auto":
         strict = {name: tool for name, tool in tools.items() if flag("strict", tool.get("strict") or False)}
         return replace(found, grammar=_strict(strict, len(tools), own)) if strict else found
-    thinks = own is not None and bool(own.reasoning[1]) and own.reasoning[1] in str(template)
-    begin = own.reasoning[1] if own is not None and thinks else None
     schema = _schema_of(tools[name]) if name else _list_schema(tools, one)
-    form = ARGUMENTS if name else CALLS
-    if own is not None and thinks:
-        reasoning = [opening for opening in own.openings if opening.kind == "reasoning"]
-        heads = "|".join((form.heads, *(opening.pattern for opening in reasoning)))
-        form = AnswerFormat((*reasoning, *form.openings), heads, own.reasoning, own.special)
-    return replace(found, grammar=Grammar.json(schema, begin=begin), format=form)
+    form, end = (ARGUMENTS if name else CALLS), "" if own is None else own.reasoning[1]
+    if own is None or not end or end not in str(template):
+        return replace(found, grammar=Grammar.json(schema), format=form)
+    reasoning = [opening for opening in own.openings if opening.kind == "reasoning"]
+    heads = "|".join((form.heads, *(opening.pattern for opening in reasoning)))
+    # The grammar begins behind the reasoning's end: what comes before may be anything, so it is no call.
+    calls = [replace(opening, where=("thought", "after")) for opening in form.openings]
+    form = AnswerFormat((*reasoning, *calls), heads, own.reasoning, own.special)
+    return replace(found, grammar=Grammar.json(schema, begin=end), format=form)
 
 
 def _tools_of(given: Any) -> dict[str, Mapping[str, Any]]:
@@ -111,12 +112,15 @@ def _list_schema(tools: Mapping[str, Mapping[str, Any]], one: bool) -> dict[str,
 
 def _strict(tools: Mapping[str, Mapping[str, Any]], count: int, own: AnswerFormat | None) -> Grammar:
     """Free text in which calls follow their schemas. tools: the strict ones. count: of all; others were ruled out."""
-    if own is None or own.strict is None or len(tools) < count:
-        why = "only some tools have it" if len(tools) < count else "this family's calls cannot be constrained"
+    if own is None or not own.strict or len(tools) < count:
+        known = ", ".join(name for name, each in FORMATS.items() if each.strict)
+        why = f'with tool_choice="auto" it is served for the families {known}'
+        if len(tools) < count:
+            why = "only some tools have it"
         raise InvalidInputError(f'strict=True: {why}; give every tool or none strict, or tool_choice="required"')
-    trigger, begin, end = own.strict
     written = [
-        {"begin": begin.replace("NAME", json.dumps(name)[1:-1]), "schema": _schema_of(tool), "end": end}
+        form._asdict() | {"begin": form.begin_of(json.dumps(name)[1:-1]), "schema": _schema_of(tool)}
         for name, tool in tools.items()
+        for form in own.strict
     ]
-    return Grammar.structural_tag(written, [trigger])
+    return Grammar("structural_tag", json.dumps(written))

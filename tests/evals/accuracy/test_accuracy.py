@@ -142,6 +142,18 @@ def test_missing_data_is_named(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
+def test_no_network_is_named_with_its_remedy(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    message = r"gsm8k cannot be loaded \(Couldn't reach the Hub\)\. .* --data FOLDER, .* specdec_arithmetic"
+    with pytest.raises(DataError, match=message):
+        evaluate(model, tmp_path / "b", tasks=("gsm8k",))
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
 @pytest.mark.thorough
 def test_gsm8k_reads_local_data_with_its_own_shots(model: Any, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_requirements_of_an_installed_copy_are_sorted_by_extra(tmp_path: Path) -
     assert doctor.applying(given, "") == ["torch>=2"] and doctor.applying(given, "eval") == ["torch>=2", "scipy>=1"]
     needed, extras = doctor.requirements(tmp_path)  # no checkout: the metadata
     assert any(each.startswith("torch") for each in needed) and any("lm_eval" in each for each in extras["eval"])
-    assert not set(needed) & set(extras["eval"])
+    assert not set(needed) & set(extras["eval"]) and not {"dev", "docs"} & set(extras)
 
 
 def test_problems_come_last_and_are_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,11 @@ def test_large_grammars() -> None:
         {"type": "structural_tag", "structures": 5, "triggers": ["a"]},
         {"type": "structural_tag", "structures": [], "triggers": []},
         {"type": "structural_tag", "structures": [{"begin": "a", "end": "b", "schema": {}}], "triggers": None},
+        {
+            "type": "structural_tag",
+            "structures": [{"begin": "a", "end": "b", "schema": 'start: /a*/ "a"'}],
+            "triggers": ["a"],
+        },
     ],
 )
 def test_wrong_formats_are_refused_by_name(given: Any) -> None:

@@ -182,6 +182,53 @@ def test_reasoning_that_the_prompt_has_opened() -> None:
     assert parsed("deepseek", text, "<｜Assistant｜>") == said(text)
 
 
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|im_end|>", "content": "text"},
+    },
+}
+"""As a tokenizer may bring it. Source: huggingface/transformers, docs of response parsing."""
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (
+            "<think>hm</think>I look.<tool_call>\n<function=f>\n<parameter=a>\n{1}\n</parameter>\n"
+            "</function>\n</tool_call>",
+            said("I look.", call("f", {"a": "{1}"}), reasoning="hm"),
+        ),
+        ("Hm.<|im_end|>", said("Hm.")),
+        ("Hm. STOP it", said("Hm.")),
+    ],
+)
+def test_a_tokenizers_response_template(text: str, right: Any) -> None:
+    """For a family that is no row of the table: its chat template shows calls in another form."""
+    tokenizer = tokenizer_of("hermes")
+    tokenizer.chat_template = "<|im_start|>{{ messages }}<tool_call>\n<function=name>, in <tool_call></tool_call>"
+    ids, prompt = (tokenizer(own, add_special_tokens=False).input_ids for own in (text, "<|im_start|>assistant\n"))
+    completion: Any = SimpleNamespace(token_ids=ids, prompt_token_ids=prompt, text=text)
+    assert answer_of(completion, tokenizer) == said(text)
+    tokenizer.response_template = RESPONSES
+    found = answer_of(completion, tokenizer, stops=[" STOP"])
+    for each in found.get("tool_calls", ()):
+        each["id"] = ""
+    assert found == right
+    tokenizer.response_template = {**RESPONSES, "fields": {"content": {"content": "int"}}}
+    assert answer_of(completion, tokenizer) == said(text), "what is not of the template's form is text"
+
+
 def test_a_completion_as_a_message() -> None:
     prompt, ids = canonical("deepseek", ANSWERS["reasoning and calls"])
     completion: Any = SimpleNamespace(token_ids=ids, prompt_token_ids=prompt, text="x")

@@ -55,6 +55,10 @@ def test_a_tool_by_name_behind_the_reasoning() -> None:
     message = message_of(parser.feed('<think>\nhm\n</think>\n\n{"a": "]}"}') + parser.finish())
     assert message["reasoning_content"] == "hm" and message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "g", "arguments": '{"a": "]}"}'}
+    closed = AnswerParser(found.format, "<think>\n\n</think>\n\n", True, found.name)
+    assert message_of(closed.feed('{"a": 1}') + closed.finish())["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    parser, text = AnswerParser(found.format, "", True, found.name), '{"a": 1}'
+    assert message_of(parser.feed(text) + parser.finish()) == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("size", [1, 2, 99])
@@ -79,7 +83,7 @@ def test_strict_arguments() -> None:
     assert [tag["begin"] for tag in tags] == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in "fg"]
     assert all(tag["end"] == "}\n</tool_call>" and tag["schema"] == SCHEMA for tag in tags)
     for given, own, message in (
-        (strict, None, "this family's calls cannot be constrained"),
+        (strict, None, 'with tool_choice="auto" it is served for the families hermes, llama3, deepseek'),
         ({"tools": [tool("f", strict=True), tool("g")]}, HERMES, "only some tools have it"),
     ):
         with pytest.raises(InvalidInputError, match=f"strict=True: {message}; .* tool_choice=.required"):
