@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,7 +133,7 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
 
     def tensor(heads: int, dim: int) -> Tensor:
         inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
-        return torch.zeros((group.num_pages, *inner, dim), dtype=group.format.dtype_for(dtype), device=device)
+        return zeroed((group.num_pages, *inner, dim), group.format.dtype_for(dtype), device)
 
     def layer(number: int, k: AttentionSpec) -> LayerKV:
         keys = tensor(k.num_kv_heads, k.head_dim_k)
@@ -140,6 +141,14 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
         return LayerKV(keys, values, group.layout, k.value_in_key, *group.format.of_layer(number))
 
     return tuple(layer(number, k) for number, k in enumerate(group.attention_specs))
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU each page takes memory when it is first written, where `torch.zeros` writes all of them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(memory, 0, shape)  # type: ignore[call-overload]  # no view, whose base compilers would look at
 
 
 def write(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

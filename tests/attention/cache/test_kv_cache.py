@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from attention.backends.reference import TorchBackend, attend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write, zeroed
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -145,3 +146,11 @@ def test_latents_in_8_bits_are_refused() -> None:
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_pages_take_no_memory_before_they_are_written() -> None:
+    before = resident_bytes()
+    made = [zeroed((1 << 12, 16, 2, 64), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16, FP8)]
+    assert resident_bytes() - before < 2**22 < sum(each.nbytes for each in made)
+    assert all(not each[-1].float().any() and each.is_contiguous() for each in made)
