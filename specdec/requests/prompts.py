@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
-from specdec.requests.chats import chat_ids, texts_of, with_options
+from specdec.requests.chats import chat_ids, chat_text, num_characters, with_options
 from specdec.values import flag, is_whole, short
 
 Prompts = Any
@@ -78,8 +78,7 @@ def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) ->
     """
     found = split_prompts(prompts)
     for prompt in found if most else ():
-        text = prompt if isinstance(prompt, str) else texts_of(prompt) if _is_chat(prompt) else ""
-        _check_length(text, tokenizer, most or 0)
+        _check_length(prompt, tokenizer, most or 0)
     return [_encode(p, tokenizer) for p in found]
 
 
@@ -88,8 +87,11 @@ _LETTERS, _SPARE = 8, 64
 differ from the whole text's."""
 
 
-def _check_length(text: str, tokenizer: Any, most: int) -> None:
-    """Raises InvalidInputError: the beginning of the text alone has too many tokens."""
+def _check_length(prompt: Any, tokenizer: Any, most: int) -> None:
+    """Raises InvalidInputError: the beginning of a text, or of a chat in its template, has too many tokens."""
+    if not isinstance(prompt, str) and (not _is_chat(prompt) or num_characters(prompt) <= _LETTERS * most):
+        return
+    text = prompt if isinstance(prompt, str) else chat_text(prompt, tokenizer)
     part = text[: _LETTERS * most]
     if len(part) == len(text):
         return
