@@ -12,7 +12,7 @@ from starlette.routing import Route
 from specdec import SpeculativeModel
 from specdec.extensions.server.app import Service
 from specdec.extensions.server.running import Server, bound, start_log
-from specdec.extensions.server.server_settings import Settings
+from specdec.extensions.server.server_settings import ServerSettings
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -41,7 +41,7 @@ def main(
     """Serve a model at http://HOST:PORT/v1."""
     sizes = {option: own.pop(option) for option in ("max_num_seqs", "max_waiting_requests")}
     key = own.pop("api_key")
-    settings = Settings(name=name or model, keys=() if key is None else (key,), **own)
+    settings = ServerSettings(name=name or model, keys=() if key is None else (key,), **own)
     start_log("plain", "info")
     socket = bound(host, port)  # a port that is taken is found out before the model is loaded
     with SpeculativeModel.from_pretrained(model, draft, **sizes) as loaded:

@@ -15,6 +15,7 @@ _SETTINGS = (
     option("--name", "The model's name in the interface (default: as --model)."),
     option("--max-body-bytes", "Of a request.", COUNT, 2**20),
     option("--body-seconds", "In which a request's body must have arrived.", _SECONDS, 30.0),
+    option("--max-grammar-bytes", "Of a grammar or a schema.", COUNT, 2**16),
     option("--max-n", "Most completions of one prompt (n).", COUNT, 16),
     option(
         "--max-requests-per-client",
@@ -56,15 +57,15 @@ def serve(
     try:
         from specdec.extensions.server.app import Service
         from specdec.extensions.server.running import Server, bound, start_log
-        from specdec.extensions.server.server_settings import Settings
+        from specdec.extensions.server.server_settings import ServerSettings
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         needed = 'pip install "specdec-hf[serve]"'
         raise InvalidInputError(f"specdec serve needs {error.name}, which is not installed: {needed}") from None
     keys = api_key.split(",") if api_key is not None else ()
-    own = {field.name: options[field.name] for field in fields(Settings) if options.get(field.name) is not None}
-    settings = Settings(**{"name": model, "keys": keys, **own})
+    own = {field.name: options[field.name] for field in fields(ServerSettings) if options.get(field.name) is not None}
+    settings = ServerSettings(**{"name": model, "keys": keys, **own})
     start_log(log_format, log_level)
     socket = bound(host, port)
     with load_model(model, draft, load_options_of(options)) as loaded:

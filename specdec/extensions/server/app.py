@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,12 +19,28 @@ from specdec.errors import SpecdecError
 from specdec.extensions import openai_format as openai
 from specdec.extensions.server.clients import Clients
 from specdec.extensions.server.monitor import Monitor
-from specdec.extensions.server.record import CLOSE, GONE, Record, Refusal
+from specdec.extensions.server.record import CLOSE, GONE, Refusal, RequestRecord
 from specdec.extensions.server.request_log import RequestLog
-from specdec.extensions.server.server_settings import Settings
+from specdec.extensions.server.server_settings import ServerSettings
+from specdec.extensions.tools.tool_use import ToolUse
 from specdec.requests.prompts import split_prompts
+from specdec.requests.sampling import SamplingParams
 
 T = TypeVar("T")
+_SHORT = 2**15
+"""Bytes of a body that is read in a millisecond."""
+
+
+class Asked(NamedTuple):
+    """What a body asks for. is_stream, is_counted: whether the answer is a stream, and whether that ends with its
+    usage."""
+
+    prompts: Any
+    params: SamplingParams
+    use: ToolUse
+    is_stream: bool
+    is_counted: bool
+    num_prompts: int
 
 
 class Service:
@@ -33,12 +50,13 @@ class Service:
         draining: whether the server ends: it is ready for nothing new.
     """
 
-    def __init__(self, model: Any, settings: Settings) -> None:
+    def __init__(self, model: Any, settings: ServerSettings) -> None:
         """model: a `SpeculativeModel`."""
         self.model, self.settings, self.draining = model, settings, False
         waiting, each = model.config.max_waiting_requests, settings.max_requests_per_client
         most = None if waiting is None else model.config.max_num_seqs + waiting
         self.clients = Clients(settings.keys, each or (None if most is None else -(-most // 2)), most)
+        self._readers = ThreadPoolExecutor(1, "specdec-bodies")
         self.monitor = Monitor(model.metrics, lambda: self.clients.in_flight)
 
     def app(self, more: Sequence[Route] = ()) -> RequestLog:
@@ -80,27 +98,41 @@ class Service:
         """Completions of the prompts in a body."""
         record = self._admitted(request)
         self.clients.take(record, 1)
-        body = openai.body_of(await self._read(request), self.settings.name)
-        use = openai.tools_of(body, chat, self.model.tokenizer, self.settings.family)
-        is_stream, counted = openai.streamed(body)
-        prompts, params = openai.request_of(body, chat, self.settings.allow_lark, use)
-        if params.n > self.settings.max_n:
-            most = f"at most {self.settings.max_n} completions of a prompt are served (max_n)"
-            raise Refusal(400, "max_n", f"n={params.n}: {most}; ask for fewer, or in several requests")
-        self.clients.take(record, params.n * (1 if chat else len(split_prompts(prompts))))
-        stream, head = self.model.stream_async(prompts, params), openai.head_of(self.settings.name, chat)
+        data = await self._read(request)
+        if len(data) <= _SHORT:
+            asked = self._asked(data, chat)
+        else:  # its JSON and its schemas would hold up the event loop
+            asked = await asyncio.get_running_loop().run_in_executor(self._readers, self._asked, data, chat)
+        use, params = asked.use, asked.params
+        self.clients.take(record, params.n * asked.num_prompts)
+        stream, head = self.model.stream_async(asked.prompts, params), openai.head_of(self.settings.name, chat)
         await unless_gone(request, stream, stream.start())
         record.prompt_tokens = sum(map(len, stream.prompts[:: params.n]))
-        if is_stream:
-            events = openai.events(stream, self.model.tokenizer, head, chat, counted, use, params.stop, record.note)
+        if asked.is_stream:
+            form = (chat, asked.is_counted, use, params.stop)
+            events = openai.events(stream, self.model.tokenizer, head, *form, record.note)
             return StreamingResponse(events, media_type="text/event-stream")
         done = await unless_gone(request, stream, stream.completions())
         record.complete(done)
         return answered(head | openai.response_of(done, self.model.tokenizer, chat, use, params.stop))
 
-    def _admitted(self, request: Request) -> Record:
+    def _asked(self, data: bytes, chat: bool) -> Asked:
+        """What a body asks for. Raises Refusal, InvalidInputError."""
+        settings = self.settings
+        body = openai.body_of(data, settings.name)
+        use = openai.tools_of(body, chat, self.model.tokenizer, settings.family)
+        prompts, params = openai.request_of(body, chat, settings.allow_lark, use)
+        if params.n > settings.max_n:
+            most = f"at most {settings.max_n} completions of a prompt are served (max_n)"
+            raise Refusal(400, "max_n", f"n={params.n}: {most}; ask for fewer, or in several requests")
+        if len(getattr(params.grammar, "source", "")) > settings.max_grammar_bytes:
+            most = f"{settings.max_grammar_bytes} bytes (max_grammar_bytes)"
+            raise Refusal(400, "grammar_size", f"the grammar, or the schema of the tools, has more than {most}")
+        return Asked(prompts, params, use, *openai.streamed(body), 1 if chat else len(split_prompts(prompts)))
+
+    def _admitted(self, request: Request) -> RequestRecord:
         """The record of a request whose key is right. Raises Refusal."""
-        record: Record = request.state.record
+        record: RequestRecord = request.state.record
         record.client = self.clients.named(request)
         return record
 

@@ -11,7 +11,7 @@ from ipaddress import ip_network
 from starlette.requests import Request
 
 from specdec.errors import QueueFullError
-from specdec.extensions.server.record import CLOSE, Record, Refusal
+from specdec.extensions.server.record import Refusal, RequestRecord
 
 
 class Clients:
@@ -38,10 +38,10 @@ class Clients:
         each = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]  # all: in a constant time
         if self._keys and (scheme.lower() != "bearer" or not any(each)):
             message = "the API key is missing or wrong; give it as Authorization: Bearer KEY"
-            raise Refusal(401, "wrong_key", message, {**CLOSE, "WWW-Authenticate": "Bearer"})
+            raise Refusal(401, "wrong_key", message, {"WWW-Authenticate": "Bearer"})
         return f"key {each.index(True) + 1}" if len(each) > 1 else network_of(request)
 
-    def take(self, record: Record, count: int) -> None:
+    def take(self, record: RequestRecord, count: int) -> None:
         """Count so many completions of a request, in place of those that it has counted.
 
         Raises:
@@ -62,7 +62,7 @@ class Clients:
         self._held[record.client] += count - record.held
         record.held = count
 
-    def give_back(self, record: Record) -> None:
+    def give_back(self, record: RequestRecord) -> None:
         """The end of a request."""
         self._held[record.client] -= record.held
         if not self._held[record.client]:

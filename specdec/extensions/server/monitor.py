@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from specdec.extensions.server.record import Record
+from specdec.extensions.server.record import RequestRecord
 from specdec.extensions.service.monitoring import Metrics
 
 _TO_A_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -58,7 +58,7 @@ class Monitor:
         )
         self._first, self._token, self._total, self._queue = first, token, total, queue
 
-    def count(self, record: Record) -> None:
+    def count(self, record: RequestRecord) -> None:
         """Count a request that has ended; its latencies where it was answered."""
         self._requests.labels(record.route, str(record.status), record.reason).inc()
         for one in record.done:

@@ -1,4 +1,4 @@
-"""Record: what is known of one HTTP request, for its line in the log and for the counters."""
+"""RequestRecord: what is known of one HTTP request, for its line in the log and for the counters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Refusal(HTTPException):
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request.
 
     Attributes:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.extensions.server.clients import Clients
 from specdec.extensions.server.monitor import Monitor
-from specdec.extensions.server.record import GONE, PROBES, Record
+from specdec.extensions.server.record import GONE, PROBES, RequestRecord
 
 LOG = logging.getLogger("specdec.server")
 _PLAIN_WORD = re.compile(r"[^\s\"\\\x00-\x1f\x7f-\x9f]+")
@@ -28,7 +28,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record.of(scope)
+        record = RequestRecord.of(scope)
         scope.setdefault("state", {})["record"] = record
 
         async def received() -> Message:
@@ -49,7 +49,7 @@ class RequestLog:
         finally:
             self._end(record)
 
-    def _end(self, record: Record) -> None:
+    def _end(self, record: RequestRecord) -> None:
         record.total_s = record.age
         if not record.answered and not record.reason:  # cancelled: the process ends, and the answer with it
             record.status, record.reason = GONE, "server_ended"

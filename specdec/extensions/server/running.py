@@ -82,9 +82,13 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal. Meanwhile a full garbage collection, which would stop the event loop for 0.3 s, passes
-        over what is there: torch, above all."""
+        over what is there: torch, above all; and rounds, which let go of the interpreter at every operator, get it back
+        from a thread that reads a long prompt within 1 ms."""
+        interval = sys.getswitchinterval()
         gc.freeze()
+        sys.setswitchinterval(1e-3)
         super().run(sockets)
+        sys.setswitchinterval(interval)
         gc.unfreeze()  # extensions say that objects are left otherwise
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

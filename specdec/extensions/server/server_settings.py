@@ -1,4 +1,4 @@
-"""Settings: what a server takes, from whom, and how long it waits."""
+"""ServerSettings: what a server takes, from whom, and how long it waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specdec.extensions.tools.answer_formats import AnswerFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a server.
+class ServerSettings:
+    """ServerSettings of a server.
 
     Attributes:
         name: the model's, in requests and answers.
         keys: one of these must come with each request; empty: none is asked for. With several, each is a client.
         max_body_bytes, body_seconds: size of a request's body, and seconds in which it must arrive.
-        max_n: completions of one prompt.
+        max_grammar_bytes: size of a grammar, whose compiler takes a core for it. max_n: completions of one prompt.
         max_requests_per_client: completions (prompts times n) that one client may have at once, by its key if there
             are several, else by its address. None: half of those that the model takes; any number where it takes any.
         allow_lark: take grammars in Lark's syntax, which can keep a thread busy for good.
@@ -30,6 +30,7 @@ class Settings:
     keys: Sequence[str] = ()
     max_body_bytes: int = 2**20
     body_seconds: float = 30.0
+    max_grammar_bytes: int = 2**16
     max_n: int = 16
     max_requests_per_client: int | None = None
     allow_lark: bool = False

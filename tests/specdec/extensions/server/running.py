@@ -18,7 +18,7 @@ import openai
 from specdec import SpeculativeModel
 from specdec.extensions.server.app import Service
 from specdec.extensions.server.running import Server, bound
-from specdec.extensions.server.server_settings import Settings
+from specdec.extensions.server.server_settings import ServerSettings
 
 CHAT = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs?"}]
 KEY = "secret"
@@ -28,10 +28,10 @@ class Running:
     """The server on a thread."""
 
     def __init__(self, settings: Any = None, model: Any = None, **sizes: Any) -> None:
-        """settings: of `Settings`, by name. sizes: of the model, where none is given."""
+        """settings: of `ServerSettings`, by name. sizes: of the model, where none is given."""
         own = {"name": "gsm-llama", "keys": (KEY,), "max_body_bytes": 5000, "drain_seconds": 60.0} | (settings or {})
         self.model = model or SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_model_len=512, **sizes)
-        self.service = Service(self.model, Settings(**own))
+        self.service = Service(self.model, ServerSettings(**own))
         self.server = Server(self.service, self.service.app(), bound("127.0.0.1", 0))
         self.thread = threading.Thread(target=asyncio.run, args=(self.run(),), daemon=True)
         self.thread.start()
