@@ -35,9 +35,7 @@ async def hello(request: Request) -> PlainTextResponse:
 @click.option("--family", default="auto", show_default=True, help="How the model writes tool calls: docs/tools.md.")
 @click.option("--stalled-seconds", default=60.0, show_default=True, help="/health is 503 where a round takes longer.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="For running requests to end after SIGTERM.")
-def main(
-    model: str, draft: str | None, name: str | None, host: str, port: int, api_key: str | None, **own: Any
-) -> None:
+def main(model: str, draft: str | None, name: str | None, host: str, port: int, **own: Any) -> None:
     """Serve a model at http://HOST:PORT/v1."""
     sizes = {option: own.pop(option) for option in ("max_num_seqs", "max_waiting_requests")}
     key = own.pop("api_key")

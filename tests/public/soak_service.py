@@ -1,6 +1,6 @@
 """`specdec serve` under hostile clients, beside a well-behaved one; then SIGTERM, with requests in flight.
 
-    python -m tests.public.soak_service [--hostile 50] [--requests 1000] [--good 300] [--new 16] [--checks]
+    python -m tests.public.soak_service [--hostile 50] [--requests 1000] [--good 300] [--thinking 4] [--checks]
 
 The server is the command, as a process. Hostile clients, in a process of their own, have an address each (127.0.0.2 and
 on). They send prompts of a megabyte in every place that a body has for text, bodies that never end or are too large,
@@ -37,8 +37,6 @@ KEY = "the key"
 BODY_SECONDS, DRAIN_SECONDS, MOST_BYTES = 2.0, 10.0, 2**20
 SLICE = 0.01
 """Seconds that the task sleeps which measures the delay of an event loop."""
-THINKING = 4.0
-"""Mean seconds between two requests of a hostile client."""
 PROMPTS = [f"{name} has {i} boxes of {3 + i % 9} eggs. How many eggs?" for i in range(2, 52) for name in ("Tom", "Ann")]
 LONG = "Tom has eggs. " * 64_000
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -155,7 +153,7 @@ class Good(Asker):
         """Seconds to the first token, at least `count` and until the end of something."""
         times = list[float]()
         while len(times) < count or not until():
-            place = len(times) % len(PROMPTS)
+            place = len(times) % len(self.right)
             body = {"messages": chat(PROMPTS[place]), "temperature": 0, "max_tokens": self.new, "stream": True}
             name = f"{phase}-{len(times)}"
             seconds, reader, writer = await self.first(name, CHAT, body)
@@ -227,9 +225,10 @@ class Hostile(Asker):
         writer.close()
         self.seen[name] = "499"
 
-    async def run(self, work: Iterator[tuple[int, str]]) -> None:
+    async def run(self, work: Iterator[tuple[int, str]], thinking: float) -> None:
+        """thinking: mean seconds before a request."""
         for number, kind in work:
-            await asyncio.sleep(random.expovariate(1 / THINKING))
+            await asyncio.sleep(random.expovariate(1 / thinking))
             try:
                 await getattr(self, kind)(f"{kind}-{number}", number // len(KINDS))
             except Exception as error:
@@ -239,12 +238,12 @@ class Hostile(Asker):
 KINDS = ("prompts", "bodies", "many", "grammars", "keys", "gone")
 
 
-async def attack(port: int, clients: int, requests: int) -> dict[str, str]:
+async def attack(port: int, clients: int, requests: int, thinking: float) -> dict[str, str]:
     """The status of each request of the hostile clients."""
     random.seed(0)
     work = iter([(number, KINDS[number % len(KINDS)]) for number in range(requests)])
     each = [Hostile(port, f"127.0.0.{2 + i}") for i in range(clients)]
-    await asyncio.gather(*(client.run(work) for client in each))
+    await asyncio.gather(*(client.run(work, thinking) for client in each))
     return {name: status for client in each for name, status in client.seen.items()}
 
 
@@ -279,27 +278,30 @@ def differences(server: Server, seen: dict[str, str]) -> list[str]:
 @click.option("--requests", default=1000, help="Of these.")
 @click.option("--good", default=300, help="Requests of the well-behaved client, alone and beside them.")
 @click.option("--new", default=16, help="New tokens of its requests.")
+@click.option("--thinking", default=4.0, help="Mean seconds before a request of a hostile client.")
 @click.option("--checks", is_flag=True, help="With the validators on (SPECDEC_CHECK=1).")
 @click.option("--attacking", type=int, help="Be the hostile clients, of the server at this port.")
-def main(hostile: int, requests: int, good: int, new: int, checks: bool, attacking: int | None) -> None:
+def main(
+    hostile: int, requests: int, good: int, new: int, thinking: float, checks: bool, attacking: int | None
+) -> None:
     """Run the soak."""
     if attacking is not None:
-        print(json.dumps(asyncio.run(attack(attacking, hostile, requests))))
+        print(json.dumps(asyncio.run(attack(attacking, hostile, requests, thinking))))
         return
     with loaded() as model:
         right = [done.text for done in model.generate([chat(prompt) for prompt in PROMPTS], max_new_tokens=new)]
-    result = asyncio.run(soak(Server(checks=checks), hostile, requests, good, right, new))
+    words = ["--hostile", str(hostile), "--requests", str(requests), "--thinking", str(thinking)]
+    result = asyncio.run(soak(Server(checks=checks), words, good, right, new))
     print(json.dumps(result))
     sys.exit(not result["good"])
 
 
-async def soak(server: Server, hostile: int, requests: int, good: int, right: list[str], new: int) -> dict[str, Any]:
-    """All phases, and what came out."""
+async def soak(server: Server, hostile: list[str], good: int, right: list[str], new: int) -> dict[str, Any]:
+    """All phases, and what came out. hostile: options of the process of hostile clients."""
     client, begun = Good(server.port, right, new), time.monotonic()
     await client.run("warm", 20)
     alone = await client.run("alone", good)
-    words = ["-m", "tests.public.soak_service", "--attacking", str(server.port)]
-    words += ["--hostile", str(hostile), "--requests", str(requests)]
+    words = ["-m", "tests.public.soak_service", "--attacking", str(server.port), *hostile]
     command = ["nice", "-n", "10", sys.executable, *words]  # as if on machines of their own
     attackers = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert attackers.stdout is not None
@@ -313,7 +315,7 @@ async def soak(server: Server, hostile: int, requests: int, good: int, right: li
     differ = differences(server, seen | ended)
     p99 = {name: round(1e3 * percentile(times, 0.99), 1) for name, times in named(alone, beside, after)}
     p50 = {name: round(1e3 * statistics.median(times), 1) for name, times in named(alone, beside, after)}
-    ratio = p99["beside"] / max(p99["alone"], p99["after"])
+    ratio = percentile(beside, 0.99) / percentile(alone + after, 0.99)
     expected = Counter({"200": 16, "503": 1})
     right_end = Counter(ended.values()) == expected and server.process.returncode == 0 and seconds <= DRAIN_SECONDS
     return {

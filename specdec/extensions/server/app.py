@@ -31,7 +31,7 @@ _SHORT = 2**15
 """Bytes of a body that is read in a millisecond."""
 
 
-class Asked(NamedTuple):
+class ReadBody(NamedTuple):
     """What a body asks for. is_stream, is_counted: whether the answer is a stream, and whether that ends with its
     usage."""
 
@@ -116,7 +116,7 @@ class Service:
         record.complete(done)
         return answered(head | openai.response_of(done, self.model.tokenizer, chat, use, params.stop))
 
-    def _asked(self, data: bytes, chat: bool) -> Asked:
+    def _asked(self, data: bytes, chat: bool) -> ReadBody:
         """What a body asks for. Raises Refusal, InvalidInputError."""
         settings = self.settings
         body = openai.body_of(data, settings.name)
@@ -128,7 +128,7 @@ class Service:
         if len(getattr(params.grammar, "source", "")) > settings.max_grammar_bytes:
             most = f"{settings.max_grammar_bytes} bytes (max_grammar_bytes)"
             raise Refusal(400, "grammar_size", f"the grammar, or the schema of the tools, has more than {most}")
-        return Asked(prompts, params, use, *openai.streamed(body), 1 if chat else len(split_prompts(prompts)))
+        return ReadBody(prompts, params, use, *openai.streamed(body), 1 if chat else len(split_prompts(prompts)))
 
     def _admitted(self, request: Request) -> RequestRecord:
         """The record of a request whose key is right. Raises Refusal."""

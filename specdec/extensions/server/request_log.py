@@ -53,8 +53,8 @@ class RequestLog:
         record.total_s = record.age
         if not record.answered and not record.reason:  # cancelled: the process ends, and the answer with it
             record.status, record.reason = GONE, "server_ended"
-        self._clients.give_back(record)
         self._monitor.count(record)
+        self._clients.give_back(record)
         level = logging.WARNING if record.status >= 500 else logging.INFO
         fields = record.fields()
         words = " ".join(f"{name}={_word(value)}" for name, value in fields.items())
