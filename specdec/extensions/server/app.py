@@ -27,6 +27,7 @@ from specdec.requests.prompts import split_prompts
 from specdec.requests.sampling import SamplingParams
 
 T = TypeVar("T")
+_SIZES = {"max_n": "completions of a prompt (n)", "max_grammar_bytes": "bytes of a grammar, or of schemas of tools"}
 _SHORT = 2**15
 """Bytes of a body that is read in a millisecond."""
 
@@ -122,12 +123,10 @@ class Service:
         body = openai.body_of(data, settings.name)
         use = openai.tools_of(body, chat, self.model.tokenizer, settings.family)
         prompts, params = openai.request_of(body, chat, settings.allow_lark, use)
-        if params.n > settings.max_n:
-            most = f"at most {settings.max_n} completions of a prompt are served (max_n)"
-            raise Refusal(400, "max_n", f"n={params.n}: {most}; ask for fewer, or in several requests")
-        if len(getattr(params.grammar, "source", "")) > settings.max_grammar_bytes:
-            most = f"{settings.max_grammar_bytes} bytes (max_grammar_bytes)"
-            raise Refusal(400, "grammar_size", f"the grammar, or the schema of the tools, has more than {most}")
+        sizes = {"max_n": params.n, "max_grammar_bytes": len(getattr(params.grammar, "source", ""))}
+        for name, size in sizes.items():
+            if size > (most := getattr(settings, name)):
+                raise Refusal(400, name, f"{size} {_SIZES[name]}: at most {most} are served ({name}); ask for less")
         return ReadBody(prompts, params, use, *openai.streamed(body), 1 if chat else len(split_prompts(prompts)))
 
     def _admitted(self, request: Request) -> RequestRecord:
