@@ -117,9 +117,8 @@ def test_a_round_that_does_not_end_is_seen(running: Running, monkeypatch: pytest
 def logged(caplog: pytest.LogCaptureFixture, count: int) -> list[Any]:
     """Records of the server's log, waiting for so many: a line is written behind the answer."""
     end = time.monotonic() + 10
-    while (found := [each for each in caplog.records if each.name == "specdec.server"]) and time.monotonic() < end:
-        if len(found) >= count:
-            break
+    while len(found := [each for each in caplog.records if each.name == "specdec.server"]) < count:
+        assert time.monotonic() < end
         time.sleep(0.01)
     return found
 
