@@ -15,7 +15,7 @@ _SETTINGS = (
     option("--name", "The model's name in the interface (default: as --model)."),
     option("--max-body-bytes", "Of a request.", COUNT, 2**20),
     option("--body-seconds", "In which a request's body must have arrived.", _SECONDS, 30.0),
-    option("--max-grammar-bytes", "Of a grammar or a schema.", COUNT, 2**16),
+    option("--max-grammar-bytes", "Of a grammar, or of the schemas of tools.", COUNT, 2**14),
     option("--max-n", "Most completions of one prompt (n).", COUNT, 16),
     option(
         "--max-requests-per-client",

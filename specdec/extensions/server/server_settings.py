@@ -17,7 +17,7 @@ class ServerSettings:
         name: the model's, in requests and answers.
         keys: one of these must come with each request; empty: none is asked for. With several, each is a client.
         max_body_bytes, body_seconds: size of a request's body, and seconds in which it must arrive.
-        max_grammar_bytes: size of a grammar, whose compiler takes a core for it. max_n: completions of one prompt.
+        max_grammar_bytes: of a grammar, which lengthens the round in which it begins. max_n: completions of a prompt.
         max_requests_per_client: completions (prompts times n) that one client may have at once, by its key if there
             are several, else by its address. None: half of those that the model takes; any number where it takes any.
         allow_lark: take grammars in Lark's syntax, which can keep a thread busy for good.
@@ -30,7 +30,7 @@ class ServerSettings:
     keys: Sequence[str] = ()
     max_body_bytes: int = 2**20
     body_seconds: float = 30.0
-    max_grammar_bytes: int = 2**16
+    max_grammar_bytes: int = 2**14
     max_n: int = 16
     max_requests_per_client: int | None = None
     allow_lark: bool = False
