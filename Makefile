@@ -34,7 +34,7 @@ test-core: $(DEV)
 
 # Each extension's tests in processes that refuse all others but those that its row of EXTENSIONS names.
 test-extensions: $(DEV)
-	for name in attached batches grammars handoff head_check parallel rollouts service training; do \
+	for name in attached batches grammars handoff head_check parallel rollouts server service training; do \
 	    SPECDEC_REFUSE_EXTENSIONS=$$name $(PYTEST) -m "not slow and not thorough and not long" tests/specdec/extensions/$$name || exit 1; \
 	done
 

@@ -1,4 +1,4 @@
-"""The server of examples/serve_openai.py against one direct `generate` of the same requests; delay of its event loop.
+"""The server of `specdec serve` against one direct `generate` of the same requests; delay of its event loop.
 
     python -m benchmarks.bench_service [--clients 32] [--requests 96] [--new 48] [--repeats 9] [--stream]
 
@@ -21,7 +21,10 @@ from typing import Any
 
 import click
 
-from tests.public.soak_service import PROMPTS, chat, example, free_port, loaded, measure, percentile
+from specdec.extensions.server.app import Service
+from specdec.extensions.server.running import Server, bound
+from specdec.extensions.server.server_settings import ServerSettings
+from tests.public.soak_service import PROMPTS, chat, loaded, measure, percentile
 
 
 async def ask_all(port: int, clients: int, requests: int, new: int, stream: bool) -> float:
@@ -55,8 +58,12 @@ class Served:
     """The server on a thread of this process, with a task that measures the delay of its event loop."""
 
     def __init__(self, model: Any) -> None:
-        module, self.port, self.delays = example(), free_port(), list[float]()
-        self.server = module.Server(module.Service(model, "gsm-llama", None, 2**20), 60.0, "127.0.0.1", self.port)
+        service, socket, self.delays = (
+            Service(model, ServerSettings(name="gsm-llama")),
+            bound("127.0.0.1", 0),
+            list[float](),
+        )
+        self.port, self.server = socket.getsockname()[1], Server(service, service.app(), socket)
         self.thread = threading.Thread(target=asyncio.run, args=(self.run(),), daemon=True)
         self.thread.start()
         while not self.server.started:

@@ -153,6 +153,7 @@ ROOMS = [
     "specdec/extensions/tools",
     "specdec/extensions/openai_format.py",
     "specdec/extensions/service",
+    "specdec/extensions/server",
     "specdec/model.py",
     "specdec/extensions/attached",
     "specdec/extensions/batches",

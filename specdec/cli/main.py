@@ -21,6 +21,7 @@ _COMMANDS = {
     "generate": LazyCommand("specdec.cli.generate:generate", "Generate text, with or without speculation."),
     "chat": LazyCommand("specdec.cli.chat:chat", "Talk with a model."),
     "batch": LazyCommand("specdec.cli.batch:batch", "Answer the rows of a file, however many; goes on when killed."),
+    "serve": LazyCommand("specdec.cli.serve:serve", "Serve a model over HTTP, with OpenAI's interface."),
     "inspect": LazyCommand("specdec.cli.inspect:inspect", "Show what a target and a head are, and whether they fit."),
     "train": LazyCommand("specdec.cli.train:train", "Train a draft head for a target."),
     "export": LazyCommand("specdec.cli.export:export", "Write a head in the layout of vLLM or SGLang."),

@@ -151,9 +151,12 @@ _model = option("--model", "Built-in name, folder or hub name.", model_name, DEF
 _draft = option("--draft", _DRAFT_HELP, draft_name, "auto")
 
 
-def model_options(without: Container[str] = ()) -> Callable[[_Command], _Command]:
-    """A decorator that adds the options for loading a model and a head. without: see `offered`."""
-    return added((_model, _draft, load_options(offered("run", without))))
+def model_options(
+    without: Container[str] = (), changes: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[_Command], _Command]:
+    """A decorator that adds the options for loading a model and a head. without: see `offered`. changes: see
+    `load_options`."""
+    return added((_model, _draft, load_options(offered("run", without), changes)))
 
 
 def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:

@@ -13,6 +13,7 @@ from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError, QueueFullError
 from specdec.requests.logprobs import MOST_ROW_BYTES
+from specdec.requests.prompts import check_num_tokens
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
@@ -150,11 +151,7 @@ class Admission:
         """Raises InvalidInputError: no tokens, too many, or ids that are no text."""
         if not len(prompt):
             raise InvalidInputError("the prompt is empty; at least one token is needed")
-        if len(prompt) >= self.config.max_model_len:
-            raise InvalidInputError(
-                f"the prompt has {len(prompt)} tokens; with max_model_len={self.config.max_model_len} at most "
-                f"{self.config.max_model_len - 1} are allowed (one place is kept for a new token)"
-            )
+        check_num_tokens(len(prompt), self.config.max_model_len)
         self._check_text_only(prompt)
         self.check_ids("", prompt)
 

@@ -37,6 +37,7 @@ EXTENSIONS = {
     "openai_format": Extension(uses=("tools",)),
     "parallel": Extension(uses=("handoff",)),
     "rollouts": Extension(),
+    "server": Extension(uses=("openai_format", "service", "tools")),
     "service": Extension(uses=("openai_format",)),
     "tools": Extension(),
     "training": Extension(),

@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -237,21 +237,25 @@ async def events(
     counted: bool,
     use: ToolUse = PLAIN,
     stops: Sequence[str] = (),
+    note: Callable[[Any], object] = lambda found: None,
 ) -> AsyncIterator[str]:
     """Server-sent events of an `AsyncStream`: `choices` of each update, an error of requests, and, if `counted`,
-    `usage`. Those that are there at once are one text. use: of `tools_of`. stops: the request's stop strings."""
+    `usage`. Those that are there at once are one text. use: of `tools_of`. stops: the request's stop strings. note:
+    called with each update and error."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
     choices, done = _Choices(stream, tokenizer, chat, use, stops), list[Completion]()
     try:
         async for first in stream:
             text = ""
             for update in (first, *stream.unread()):
+                note(update)
                 for choice in choices.of(update):
                     text += f'{begin}"choices":[{_encode(choice)}]}}\n\n'
                 done += [] if update.completion is None else [update.completion]
             if text:
                 yield text
     except SpecdecError as error:
+        note(error)
         yield f"{begin}{_encode(error_of(error)[1])[1:]}\n\n"
     if counted:
         yield f"{begin}{_encode({'choices': [], 'usage': usage_of(done)})[1:]}\n\n"

@@ -140,6 +140,17 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         InvalidInputError: the tokenizer has no template, a message is no message or has an image in it, or the template
             refuses them.
     """
+    return list(_written(messages, tokenizer, return_dict=True)["input_ids"])
+
+
+def chat_text(messages: Sequence[Any], tokenizer: Any) -> str:
+    """The text that `chat_ids` tokenises. Raises likewise."""
+    text: str = _written(messages, tokenizer, tokenize=False)
+    return text
+
+
+def _written(messages: Sequence[Any], tokenizer: Any, **form: Any) -> Any:
+    """The messages through the template. form: arguments of `apply_chat_template`."""
     options = messages.options if isinstance(messages, Chat) else {"add_generation_prompt": True}
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
@@ -154,8 +165,7 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             "sanitize_control_tokens; update transformers (5.24 has it), or leave it out"
         )
     try:
-        ids = tokenizer.apply_chat_template(for_template(messages, tokenizer, template), return_dict=True, **options)
-        return list(ids["input_ids"])
+        return tokenizer.apply_chat_template(for_template(messages, tokenizer, template), **form, **options)
     except _TEMPLATE_ERRORS as error:
         odd = [f"{i}, {short(one)}," for i, one in enumerate(messages, 1) if not _is_unicode(one)]
         if odd:
@@ -171,11 +181,14 @@ def _can_split(tokenizer: Any) -> bool:
     return "sanitize_control_tokens" in signature(tokenizer.apply_chat_template).parameters
 
 
-def texts_of(messages: Sequence[Any]) -> str:
-    """The texts of all messages, joined."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for own in contents for part in (own if isinstance(own, list) else [{"text": own}])]
-    return "".join(text for part in parts if isinstance(part, Mapping) and isinstance(text := part.get("text"), str))
+def num_characters(value: Any) -> int:
+    """Of all texts in prompts, in messages and in the options of a `Chat`: names, tool calls, schemas of tools."""
+    if isinstance(value, str):
+        return len(value)
+    each = value if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) else ()
+    each = [*value, *value.values()] if isinstance(value, Mapping) else each
+    own = num_characters(value.options) if isinstance(value, Chat) else 0
+    return own + sum(map(num_characters, each))
 
 
 def _is_unicode(message: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
-from specdec.requests.chats import chat_ids, texts_of, with_options
+from specdec.requests.chats import chat_ids, chat_text, num_characters, with_options
 from specdec.values import flag, is_whole, short
 
 Prompts = Any
@@ -77,10 +77,24 @@ def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) ->
             chat template or that it refuses, a padded row without an attention_mask.
     """
     found = split_prompts(prompts)
-    for prompt in found if most else ():
-        text = prompt if isinstance(prompt, str) else texts_of(prompt) if _is_chat(prompt) else ""
-        _check_length(text, tokenizer, most or 0)
-    return [_encode(p, tokenizer) for p in found]
+    if most is None:
+        return [_encode(prompt, tokenizer) for prompt in found]
+    for prompt in found:
+        _check_length(prompt, tokenizer, most)
+    each = list[list[int]]()
+    for place, prompt in enumerate(found):
+        each.append(_encode(prompt, tokenizer))
+        check_num_tokens(len(each[-1]), most, f"prompt {place}: " if len(found) > 1 else "")  # before the next is read
+    return each
+
+
+def check_num_tokens(count: int, most: int, before: str = "", after: str = "") -> None:
+    """Raises InvalidInputError: a prompt of so many tokens is too long. most: max_model_len. before, after: words."""
+    if count >= most:
+        raise InvalidInputError(
+            f"{before}the prompt has {count} tokens{after}; with max_model_len={most} at most {most - 1} are allowed "
+            "(one place is kept for a new token)"
+        )
 
 
 _LETTERS, _SPARE = 8, 64
@@ -88,16 +102,16 @@ _LETTERS, _SPARE = 8, 64
 differ from the whole text's."""
 
 
-def _check_length(text: str, tokenizer: Any, most: int) -> None:
-    """Raises InvalidInputError: the beginning of the text alone has too many tokens."""
+def _check_length(prompt: Any, tokenizer: Any, most: int) -> None:
+    """Raises InvalidInputError: the beginning of a text, or of a chat in its template, has too many tokens."""
+    if not isinstance(prompt, str) and (not _is_chat(prompt) or num_characters(prompt) <= _LETTERS * most):
+        return
+    text = prompt if isinstance(prompt, str) else chat_text(prompt, tokenizer)
     part = text[: _LETTERS * most]
     if len(part) == len(text):
         return
     if (count := len(_tokenised(part, tokenizer))) > most + _SPARE:
-        raise InvalidInputError(
-            f"the prompt has {count} tokens in its first {len(part)} of {len(text)} characters; with max_model_len="
-            f"{most} at most {most - 1} are allowed (one place is kept for a new token)"
-        )
+        check_num_tokens(count, most, after=f" in its first {len(part)} of {len(text)} characters")
 
 
 def split_prompts(prompts: Prompts) -> list[Any]:

@@ -1,314 +1,42 @@
-"""The server of examples/serve_openai.py, asked by OpenAI's client and by plain HTTP; the code of its page runs."""
+"""examples/serve_openai.py serves by the library's pieces, with a route of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import socket
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
-from http.client import HTTPConnection
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
 
-from specdec import Grammar, SamplingParams, SpeculativeModel  # noqa: E402
-from specdec.loading.names import builtin_path  # noqa: E402
+from tests.specdec.extensions.server.commands import serving
 
 ROOT = Path(__file__).resolve().parents[2]
-CHAT = [{"role": "user", "content": "Tom has 3 boxes of 12 eggs. How many eggs?"}]
-KEY = "secret"
-pytestmark = pytest.mark.slow
-
-
-def example() -> Any:
-    spec = spec_from_file_location("serve_openai", ROOT / "examples" / "serve_openai.py")
-    assert spec is not None and spec.loader is not None
-    made = sys.modules["serve_openai"] = module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-class Running:
-    """The server on a thread."""
-
-    def __init__(
-        self, key: str | None = KEY, limit: float = 60.0, body: float = 30.0, model: Any = None, **sizes: Any
-    ) -> None:
-        self.model = model or SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_model_len=512, **sizes)
-        module = example()
-        self.server = module.Server(module.Service(self.model, "gsm-llama", key, 5000, body), limit, "127.0.0.1", 0)
-        self.thread = threading.Thread(target=asyncio.run, args=(self.run(),))
-        self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive()
-            time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)
-
-    async def run(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        await self.server.serve()
-
-    def drain(self) -> None:
-        """As at the first signal."""
-        self.loop.call_soon_threadsafe(self.server.handle_exit, 15, None)
-
-    def end(self) -> None:
-        self.drain()
-        self.thread.join(120)
-        self.model.close()
-
-    def get(self, path: str, body: bytes | None = None, key: str | None = KEY) -> tuple[int, str]:
-        """Status and text."""
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=120) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def raw(self, method: str, path: str, authorization: str) -> tuple[int, str]:
-        """Status and text, by any method."""
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            connection.request(method, path, headers={"Authorization": authorization})
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-
-    def begin_body(self) -> socket.socket:
-        """A connection with a request of which a part of the body has come."""
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
-        made.sendall(head.encode() + b'{"prompt"')
-        return made
-
-    def idle(self) -> bool:
-        """Whether nothing is left, waiting for it."""
-        end = time.monotonic() + 60
-        while self.model.usage().requests and time.monotonic() < end:
-            time.sleep(0.01)
-        return self.model.usage().requests == self.model.usage().target_pages == 0
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    made = Running(max_num_seqs=2, max_waiting_requests=1)
-    yield made
-    made.end()
-
-
-def ask(running: Running, **options: Any) -> Any:
-    own = {"model": "gsm-llama", "messages": CHAT, "temperature": 0, "max_tokens": 24}
-    return running.client.chat.completions.create(**(own | options))
-
-
-def direct(running: Running, **options: Any) -> Any:
-    return running.model.generate(CHAT, **({"max_new_tokens": 24} | options))[0]
 
 
 @pytest.mark.thorough
-def test_a_chat_is_what_generate_says(running: Running) -> None:
-    found, right = ask(running), direct(running)
-    assert found.choices[0].message.content == right.text and found.choices[0].finish_reason == "length"
-    told = found.usage.completion_tokens_details
-    assert found.usage.completion_tokens == 24 and found.usage.prompt_tokens == len(right.prompt_token_ids)
-    assert told.accepted_prediction_tokens == right.pooled.accepted > 0
-    assert told.rejected_prediction_tokens == right.pooled.drafted - right.pooled.accepted
+def test_it_serves_with_all_its_options() -> None:
+    words = ["--model", "gsm-llama", "--draft", "auto", "--name", "eggs", "--host", "127.0.0.1", "--port", "0"]
+    words += ["--api-key", "secret", "--max-body-bytes", "5000", "--body-seconds", "5", "--max-num-seqs", "2"]
+    words += ["--max-waiting-requests", "3", "--allow-lark", "--family", "auto", "--stalled-seconds", "30"]
+    with serving("examples/serve_openai.py", *words, "--drain-seconds", "5") as command:
+        assert command.get("/") == (200, "Ask /v1/chat/completions.")
+        assert command.get("/v1/models")[0] == 401
+        body = {"prompt": "Tom has 3", "max_tokens": 4}
+        status, text = command.get("/v1/completions", body, Authorization="Bearer secret")
+        assert status == 200 and json.loads(text)["model"] == "eggs"
+        assert command.end()[0] == 0
+    assert any("path=/v1/completions status=200 prompt_tokens=5 new_tokens=4" in line for line in command.lines)
 
 
-def test_a_stream_is_the_same_in_parts(running: Running) -> None:
-    parts = list(ask(running, stream=True, stream_options={"include_usage": True}))
-    text = "".join(part.choices[0].delta.content for part in parts[:-1])
-    assert text == direct(running).text and len(parts) > 3
-    assert parts[0].choices[0].delta.role == "assistant" and parts[-2].choices[0].finish_reason == "length"
-    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 24
-
-
-def test_sampling_options_and_log_probabilities(running: Running) -> None:
-    own = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5, "logit_bias": {"70": -100}}
-    found = ask(running, n=2, logprobs=True, top_logprobs=2, **own)
-    right = running.model.generate(CHAT, max_new_tokens=24, n=2, logprobs=2, **{**own, "logit_bias": {70: -100}})
-    for choice, completion in zip(found.choices, right, strict=True):
-        assert choice.message.content == completion.text
-        assert [one.logprob for one in choice.logprobs.content] == [one.logprob for one in completion.logprobs]
-        assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
-        assert bytes(b for one in choice.logprobs.content for b in one.bytes).decode() == completion.text
-    text = running.client.completions.create(model="gsm-llama", prompt=["Tom", [5, 6, 7]], max_tokens=3, logprobs=1)
-    assert [choice.index for choice in text.choices] == [0, 1]
-    for told in (choice.logprobs for choice in text.choices):
-        assert [told.text_offset[i] for i in range(3)] == [len("".join(told.tokens[:i])) for i in range(3)]
-    own = {"model": "gsm-llama", "prompt": "Tom", "max_tokens": 9, "logprobs": 0, "temperature": 0}
-    parts = [part.choices[0].logprobs for part in running.client.completions.create(**own, stream=True)]
-    whole = running.client.completions.create(**own)
-    assert [offset for part in parts for offset in part.text_offset] == whole.choices[0].logprobs.text_offset
-    assert whole.id.startswith("cmpl-") and found.id.startswith("chatcmpl-")
-    assert len(text.choices[1].logprobs.token_logprobs) == len(text.choices[0].logprobs.top_logprobs) == 3
-
-
-def test_stop_and_a_response_format(running: Running) -> None:
-    pytest.importorskip("llguidance")
-    assert ask(running, stop=" =").choices[0].message.content == direct(running, stop=" =").text
-    found = ask(running, response_format={"type": "regex", "regex": "[0-9]{3}"}).choices[0]
-    assert found.message.content == direct(running, grammar=Grammar.regex("[0-9]{3}")).text
-    assert re.fullmatch("[0-9]{3}", found.message.content) and found.finish_reason == "stop"
-
-
-def test_a_time_limit_and_parts_of_a_message(running: Running) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
-    assert ask(running, messages=parts).choices[0].message.content == direct(running).text
-    found = ask(running, max_tokens=400, extra_body={"max_time": 0.0, "ignore_eos": True}).choices[0]
-    assert (found.finish_reason, found.stop_reason) == ("length", "timeout")
-
-
-@pytest.mark.parametrize(
-    ("more", "status", "words"),
-    [
-        ({"tools": [{"type": "function"}]}, 400, "a JSON schema"),
-        ({"functions": [{"name": "f"}]}, 400, "is not served; leave it out; give tools and tool_choice in a chat"),
-        ({"temperature": -1}, 400, "temperature=-1"),
-        ({"temprature": 1}, 400, "did you mean temperature"),
-        ({"return_logits": True}, 400, "has no place for it"),
-        ({"top_logprobs": 2}, 400, "without logprobs=true"),
-        ({"messages": "text"}, 400, "messages: give a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text is served"),
-        ({"messages": [{"role": "system"}]}, 400, "give a text"),
-        ({"response_format": {"type": "poem"}}, 400, "response_format"),
-        ({"max_tokens": 10**9, "strict_length": True}, 400, "max_new_tokens"),
-        ({"model": "gpt"}, 404, "there is no model 'gpt'"),
-        ({"user": "x" * 6000}, 413, "more than 5000 bytes"),
-        ({"stream": True, "n": 4, "temperature": 1}, 400, "at most 2 run at once (max_num_seqs) and 1 wait"),
-        ({"stream": True, "stream_options": "x"}, 400, "stream_options='x'"),
-        ({"stream": "false"}, 400, "stream='false': allowed are True and False"),
-        ({"logit_bias": {"9" * 4500: 1}}, 400, "logit_bias='999"),
-        ({"temprature\ud800": 1}, 400, "unknown sampling option"),
-        ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_completion_tokens=5"),
-    ],
-)
-def test_errors_have_a_status_and_openai_s_format(running: Running, more: Any, status: int, words: str) -> None:
-    body = json.dumps({"model": "gsm-llama", "messages": CHAT, "temperature": 0} | more).encode()
-    found, text = running.get("/v1/chat/completions", body)
-    error = json.loads(text)["error"]
-    assert found == status == error["code"] and words in error["message"] and error["type"].endswith("_error")
-    assert running.idle()
-
-
-def test_other_errors_and_pages(running: Running) -> None:
-    assert running.get("/v1/chat/completions", b"{no")[0] == running.get("/v1/completions", b"[]")[0] == 400
-    assert running.get("/v1/models", key=None)[0] == running.get("/v1/models", key="other")[0] == 401
-    assert running.get("/v1/models", key=f"{KEY}s")[0] == 401
-    deep = running.get("/v1/completions", b"[" * 4900)
-    assert deep[0] == 400 and "the body is no JSON: maximum recursion" in json.loads(deep[1])["error"]["message"]
-    assert running.get("/v1/nothing")[0] == 404 and running.get("/v1/completions")[0] == 405
-    assert json.loads(running.get("/v1/models")[1])["data"][0]["id"] == "gsm-llama"
-    assert json.loads(running.get("/v1/models/gsm-llama")[1])["object"] == "model"
-    unknown = running.get("/v1/models/a/b")
-    assert unknown[0] == 404 and "there is no model 'a/b'" in json.loads(unknown[1])["error"]["message"]
-    assert running.get("/health", key=None) == (200, '{"status": "ok"}')
-    for wrong in ({"type": "grammar", "grammar": "start: /a/"}, {"type": "regex", "regex": "("}):
-        assert running.get("/v1/completions", json.dumps({"prompt": "a", "response_format": wrong}).encode())[0] == 400
-    heads = [running.raw("HEAD", path, f"bearer {KEY}")[0] for path in ("/v1/models", "/health", "/v1/completions")]
-    assert heads == [200, 200, 405] and running.raw("OPTIONS", "/v1/models", f"bearer {KEY}")[0] == 405
-    assert "specdec_requests_finished_total " in running.get("/metrics", key=None)[1]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_cancels_its_request(running: Running, stream: bool) -> None:
-    before = running.model.metrics()["requests_dropped_total"]
-    own = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": stream, "timeout": 0.3}
-    try:
-        found = ask(running, **own)
-        next(iter(found))
-        found.close()
-    except openai.APITimeoutError:
-        assert not stream
-    assert running.idle()
-    assert running.model.metrics()["requests_dropped_total"] == before + 1
-
-
-def test_a_full_queue_is_told_by_429(running: Running) -> None:
-    streams = [ask(running, max_tokens=400, stream=True, extra_body={"ignore_eos": True}) for _ in range(3)]
-    found, text = running.get("/v1/chat/completions", json.dumps({"messages": CHAT}).encode())
-    assert found == 429 and "ask again later" in json.loads(text)["error"]["message"]
-    for each in streams:
-        each.close()
-    assert running.idle()
-
-
-@pytest.mark.thorough
-def test_a_body_that_does_not_arrive_is_refused_and_holds_up_no_end() -> None:
-    running = Running(limit=0.2, body=0.3)
-    with running.begin_body() as one:
-        answer = b"".join(iter(lambda: one.recv(4096), b"")).decode()
-    assert answer.startswith("HTTP/1.1 408 ") and "has not arrived within 0.3 s" in answer
-    running.server.service.body_seconds = 600.0
-    with running.begin_body():
-        time.sleep(0.3)
-        begun = time.monotonic()
-        running.end()
-        assert not running.thread.is_alive() and time.monotonic() - begun < 20
-
-
-@pytest.mark.thorough
-def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
-    running, found = Running(key=None), dict[str, Any]()
-    right = direct(running, max_new_tokens=150, ignore_eos=True).text
-    asking = threading.Thread(
-        target=lambda: found.update(done=ask(running, max_tokens=150, extra_body={"ignore_eos": True}))
-    )
-    asking.start()
-    while not running.model.engine.scheduler.running:
-        time.sleep(0.002)
-    running.drain()
-    refused = running.get("/v1/completions", json.dumps({"prompt": "Tom"}).encode())
-    asking.join()
-    running.thread.join(60)
-    assert found["done"].choices[0].message.content == right
-    assert refused[0] == 503 and "ends what it has" in refused[1], "in the midst of the running request"
-
-
-def test_at_the_limit_requests_are_cancelled_and_answered() -> None:
-    running, found = Running(limit=0.05), dict[str, Any]()
-    asking = threading.Thread(
-        target=lambda: found.update(done=ask(running, max_tokens=400, extra_body={"ignore_eos": True}))
-    )
-    asking.start()
-    while not running.model.engine.scheduler.running:
-        time.sleep(0.002)
-    running.end()
-    asking.join()
-    assert found["done"].choices[0].stop_reason == "cancelled"
-    assert not running.thread.is_alive()
-
-
-@pytest.mark.thorough
-def test_the_code_of_the_page_runs(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "service.md").read_text("utf-8")
-    client, calls, metrics = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(client.replace("http://127.0.0.1:8000", running.url).replace('"none"', repr(KEY)), {})
-    assert capsys.readouterr().out.startswith("Tom has 3*12")
-    names: dict[str, Any] = {"model": running.model, "prompts": ["Tom"], "prompt": "Ann"}
-    body = "".join(f"    {line}\n" for line in calls.splitlines())
-    exec(f"async def main():\n{body}    return completions\n", names)
-    assert len(asyncio.run(names["main"]())[0].token_ids) > 1
-    exec(metrics, names)
-    assert "specdec_requests_running 0.0\n" in capsys.readouterr().out
-
-
-def test_the_example_is_short_and_uses_public_names_alone() -> None:
+def test_it_is_a_short_page() -> None:
     source = (ROOT / "examples" / "serve_openai.py").read_text("utf-8")
-    assert source.count("\n") <= 165
-    assert set(re.findall(r"from (specdec[\w.]*) import", source)) == {"specdec", "specdec.extensions"}
-    assert builtin_path("gsm-llama").exists() and SamplingParams()
+    assert source.count("\n") <= 60
+    assert set(re.findall(r"from (specdec[\w.]*) import", source)) == {
+        "specdec",
+        "specdec.extensions.server.app",
+        "specdec.extensions.server.running",
+        "specdec.extensions.server.server_settings",
+    }

@@ -1,55 +1,45 @@
-"""The server of examples/serve_openai.py under many clients: answers, disconnects, deadlines, SIGTERM, what is left.
+"""`specdec serve` under hostile clients, beside a well-behaved one; then SIGTERM, with requests in flight.
 
-    python -m tests.public.soak_service [--clients 50] [--requests 1000] [--disconnects 200] [--deadlines 20]
+    python -m tests.public.soak_service [--hostile 50] [--requests 1000] [--good 300] [--thinking 4] [--checks]
 
-The server is a process of its own with page checks on (SPECDEC_CHECK=1); clients are OpenAI's. Greedy answers are
-compared with those of a direct `generate`. When all requests are through, clients ask once more and the server gets
-SIGTERM while these run: all must be answered. Ends in one JSON line; exits with 1 where something was lost or is left.
+The server is the command, as a process. Hostile clients, in a process of their own, have an address each (127.0.0.2 and
+on). They send prompts of a megabyte in every place that a body has for text, bodies that never end or are too large,
+n = 100, grammars that hang or are huge, and wrong keys, and go away in the middle. Meanwhile a well-behaved client
+measures the time to its first token, as it did alone, and compares each greedy answer. Then the clients' counts of
+statuses, the server's counters and the lines of its log are compared, request by request. At SIGTERM requests are in
+flight, and bodies that never end: the first are answered, and the process ends within its drain time. Ends in one JSON
+line; exits with 1 where something is not as it should be.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import random
 import re
 import signal
-import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections import Counter
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = 200
-"""New tokens of the requests that are in flight at SIGTERM."""
+KEY = "the key"
+BODY_SECONDS, DRAIN_SECONDS, MOST_BYTES = 2.0, 10.0, 2**20
 SLICE = 0.01
-"""Seconds that the task sleeps which measures the delay of the event loop."""
+"""Seconds that the task sleeps which measures the delay of an event loop."""
 PROMPTS = [f"{name} has {i} boxes of {3 + i % 9} eggs. How many eggs?" for i in range(2, 52) for name in ("Tom", "Ann")]
-
-
-def example() -> Any:
-    """examples/serve_openai.py as a module."""
-    spec = spec_from_file_location("serve_openai", ROOT / "examples" / "serve_openai.py")
-    assert spec is not None and spec.loader is not None
-    made = sys.modules["serve_openai"] = module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+LONG = "Tom has eggs. " * 64_000
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def loaded() -> Any:
@@ -74,178 +64,283 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
-def left(model: Any, limit: float) -> dict[str, Any]:
-    """What is there once the model is drained, and while it takes nothing new."""
-    from specdec.extensions.service.draining import drained
+class Server:
+    """`specdec serve` on a port of its own, with its log in a file."""
 
-    with drained(model, limit) as cancelled:
-        return {"cancelled": cancelled, "usage": vars(model.usage()), "metrics": dict(model.metrics())}
+    def __init__(self, *words: str, checks: bool = False) -> None:
+        self.log = Path(tempfile.mkdtemp()) / "log"
+        command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--log-format", "json", "--api-key", KEY]
+        command += ["--body-seconds", str(BODY_SECONDS), "--drain-seconds", str(DRAIN_SECONDS), *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDEC_CHECK": str(int(checks)), "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log)
+        while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", self.log.read_text())):
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        self.port = int(found[1])
+
+    def metrics(self) -> dict[str, float]:
+        """All numbers, by name with labels."""
+        text = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics").read().decode()
+        return {name: float(value) for name, value in re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.M)}
+
+    def idle(self) -> bool:
+        """Whether nothing is left, waiting for it."""
+        names = ("specdec_requests_running", "specdec_requests_waiting", "specdec_http_in_flight")
+        names += ("specdec_rows_used", "specdec_target_pages_used", "specdec_head_pages_used")
+        end = time.monotonic() + 30
+        while any((found := self.metrics())[name] for name in names) and time.monotonic() < end:
+            time.sleep(0.05)
+        return not any(found[name] for name in names)
+
+    def counted(self) -> Counter[str]:
+        """Requests by status, as the counters have them."""
+        found = Counter[str]()
+        for name, value in self.metrics().items():
+            if name.startswith("specdec_http_requests_total") and 'path="/v1' in name:
+                found[re.search(r'status="(\d+)"', name)[1]] += int(value)  # type: ignore[index]
+        return found
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log's lines of requests to the model."""
+        found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in found if line.get("path", "").startswith("/v1")]
 
 
-def serve(port: int, report: Path, seconds: float) -> None:
-    """The server's process; what is left when it was drained, and the delays of its event loop, go into a file."""
-    module, model, delays = example(), loaded(), list[float]()
-    model.generate([chat(prompt) for prompt in PROMPTS[:32]], max_new_tokens=8)
+class Asker:
+    """Requests by plain sockets, from one address. seen: the status of each request, by its id."""
 
-    gc.freeze()  # as the example's `main`
+    def __init__(self, port: int, address: str) -> None:
+        self.port, self.address = port, address
+        self.seen = dict[str, str]()
 
-    class Server(module.Server):  # type: ignore[misc, name-defined]
-        async def startup(self, sockets: Any = None) -> None:
-            self.measuring = asyncio.create_task(measure(delays))
-            await super().startup(sockets)
+    async def open(self, name: str, path: str, body: bytes, length: int = 0, key: str = KEY) -> tuple[Any, Any]:
+        """A connection on which a request has been sent: its head, and this body or, by `length`, the begin of one."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(self.address, 0))
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {name}\r\n"
+        writer.write(f"{head}Connection: close\r\nContent-Length: {length or len(body)}\r\n\r\n".encode() + body)
+        return reader, writer
 
-        async def drain(self) -> None:
-            self.service.draining = True
-            self.measuring.cancel()
-            found = await asyncio.to_thread(left, model, self.limit)
-            found["delay_ms"] = {
-                name: 1e3 * percentile(delays, at) for name, at in (("p50", 0.5), ("p99", 0.99), ("max", 1))
-            }
-            report.write_text(json.dumps(found))
-            await super().drain()
+    async def ask(self, name: str, path: str, body: Any, key: str = KEY) -> bytes:
+        """The answer's body."""
+        return await self.read(name, *await self.open(name, path, json.dumps(body).encode(), key=key))
 
-    Server(module.Service(model, "gsm-llama", None, 2**20), seconds, "127.0.0.1", port).run()
-
-
-class Soak:
-    """The clients, and what they met."""
-
-    def __init__(self, port: int, right: list[str], long: list[str], new: int) -> None:
-        """right, long: the texts of all prompts, with `new` tokens and with `LONG`."""
-        from openai import AsyncOpenAI
-
-        self.client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
-        self.right, self.long, self.new = right, long, new
-        self.kinds, self.wrong = Counter[str](), list[str]()
-
-    def present(self) -> float:
-        """Requests that wait or run in the server."""
-        text = urllib.request.urlopen(f"{str(self.client.base_url).removesuffix('v1/')}metrics").read().decode()
-        return sum(float(value) for value in re.findall(r"^specdec_requests_(?:running|waiting) (.*)$", text, re.M))
-
-    async def ask(self, kind: str, place: int) -> None:
-        """One request of a kind; what is not as it should be is noted."""
+    async def read(self, name: str, reader: Any, writer: Any) -> bytes:
+        """The rest of an answer."""
         try:
-            await getattr(self, kind)(place % len(PROMPTS))
-            self.kinds[kind] += 1
-        except Exception as error:
-            self.wrong.append(f"{kind} {place}: {type(error).__name__}: {error}")
+            answer: bytes = await asyncio.wait_for(reader.read(), 120)
+            self.seen[name] = answer[9:12].decode()
+        finally:
+            writer.close()
+        return answer.partition(b"\r\n\r\n")[2]
 
-    def options(self, place: int, **more: Any) -> dict[str, Any]:
-        own = {"model": "gsm-llama", "messages": chat(PROMPTS[place]), "temperature": 0, "max_tokens": self.new}
-        return own | {"extra_body": {"ignore_eos": self.new == LONG}} | more
+    async def first(self, name: str, path: str, body: Any) -> tuple[float, Any, Any]:
+        """Seconds to the first event of a stream, which is left open."""
+        data, begun = json.dumps(body).encode(), time.perf_counter()
+        reader, writer = await self.open(name, path, data)
+        await reader.readuntil(b"data: ")
+        return time.perf_counter() - begun, reader, writer
 
-    def compare(self, place: int, text: str | None) -> None:
-        assert text == self.right[place], f"{text!r} is not {self.right[place]!r}"
 
-    async def plain(self, place: int) -> None:
-        found = await self.client.chat.completions.create(**self.options(place))
-        self.compare(place, found.choices[0].message.content)
+class Good(Asker):
+    """The well-behaved client: one greedy stream after the other."""
 
-    async def streamed(self, place: int) -> None:
-        text = ""
-        async for chunk in await self.client.chat.completions.create(**self.options(place, stream=True)):
-            text += chunk.choices[0].delta.content or ""
-        self.compare(place, text)
+    def __init__(self, port: int, right: list[str], new: int) -> None:
+        super().__init__(port, "127.0.0.1")
+        self.right, self.new, self.wrong = right, new, list[str]()
 
-    async def disconnect(self, place: int) -> None:
-        """Goes away: from a stream after its first chunk, or while it waits for the whole."""
-        own = self.options(place, max_tokens=1000, extra_body={"ignore_eos": True})
-        if place % 2:
-            stream = await self.client.chat.completions.create(**own, stream=True)
-            async for _ in stream:
-                break
-            await stream.close()
-            return
-        task = asyncio.create_task(self.client.chat.completions.create(**own))
-        await asyncio.wait([task], timeout=0.05 + random.random() / 5)
-        assert not task.done()
-        task.cancel()
+    async def run(self, phase: str, count: int, until: Callable[[], bool] = lambda: True) -> list[float]:
+        """Seconds to the first token, at least `count` and until the end of something."""
+        times = list[float]()
+        while len(times) < count or not until():
+            place = len(times) % len(self.right)
+            body = {"messages": chat(PROMPTS[place]), "temperature": 0, "max_tokens": self.new, "stream": True}
+            name = f"{phase}-{len(times)}"
+            seconds, reader, writer = await self.first(name, CHAT, body)
+            rest = await reader.read()
+            writer.close()
+            self.seen[name] = "200"
+            self.compare(name, place, b"data: " + rest)
+            times.append(seconds)
+        return times
 
-    async def deadline(self, place: int) -> None:
-        more = {"extra_body": {"max_time": 0.3, "ignore_eos": True}}
-        found = await self.client.chat.completions.create(**self.options(place, max_tokens=1000, **more))
-        assert found.choices[0].stop_reason == "timeout", found.choices[0]  # type: ignore[attr-defined]
+    def compare(self, name: str, place: int, events: bytes) -> None:
+        told = [json.loads(event) for event in re.findall(rb"data: (\{.*\})", events)]
+        text = "".join(each["choices"][0]["delta"].get("content") or "" for each in told)
+        if text != self.right[place]:
+            self.wrong.append(f"{name}: {text!r} is not {self.right[place]!r}")
 
-    async def run(self, clients: int, kinds: list[str]) -> None:
-        """All requests, so many at once."""
-        work = iter(enumerate(kinds))
 
-        async def client() -> None:
-            for place, kind in work:
-                await self.ask(kind, place)
+class Hostile(Asker):
+    """A hostile client: one request after the other, of the kinds that are its methods."""
 
-        await asyncio.gather(*(client() for _ in range(clients)))
+    async def prompts(self, name: str, number: int) -> None:
+        """Long texts wherever a body has some."""
+        tool = {"type": "function", "function": {"name": "a", "description": LONG}}
+        call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": json.dumps({"a": LONG})}}
+        bodies: list[tuple[str, Any]] = [
+            (TEXT, {"prompt": LONG}),
+            (CHAT, {"messages": chat(LONG)}),
+            (CHAT, {"messages": chat("Tom"), "tools": [tool]}),
+            (CHAT, {"messages": [*chat("Tom"), {"role": "assistant", "content": None, "tool_calls": [call]}]}),
+            (TEXT, {"prompt": ["Tom has eggs. " * 900] * 70}),
+            (TEXT, {"prompt": [5] * 300_000}),
+            (TEXT, {"prompt": "[" * 900_000}),
+        ]
+        path, body = bodies[number % len(bodies)]
+        await self.ask(name, path, body | {"max_tokens": 2})
 
-    async def end(self, clients: int, process: subprocess.Popen[bytes]) -> Counter[str]:
-        """SIGTERM with so many requests in the model, all of which are answered; one that comes later is refused."""
-        before, self.new, self.right = self.kinds.copy(), LONG, self.long
-        tasks = [asyncio.create_task(self.ask("streamed" if i % 2 else "plain", i)) for i in range(clients)]
-        while await asyncio.to_thread(self.present) < clients:
-            await asyncio.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.1)
-        try:
-            await self.client.chat.completions.create(**self.options(0))
-            self.wrong.append("a request after SIGTERM was served")
-        except Exception as error:
-            self.kinds[f"refused after SIGTERM: {type(error).__name__}"] += 1
-        await asyncio.gather(*tasks)
-        return self.kinds - before
+    async def bodies(self, name: str, number: int) -> None:
+        """A body that never ends, or is too large."""
+        size = 2 * MOST_BYTES if number % 2 else 1000
+        begin = b'{"prompt": "' + b"a" * (MOST_BYTES if number % 2 else 10)
+        await self.read(name, *await self.open(name, TEXT, begin, size))
+
+    async def many(self, name: str, number: int) -> None:
+        await self.ask(name, CHAT, {"messages": chat("Tom"), "n": 100, "max_tokens": 200})
+
+    async def grammars(self, name: str, number: int) -> None:
+        """Grammars that hang, are huge, or have too many states."""
+        fields = {f"p{i}": {"enum": [i]} for i in range(600 if number % 2 else 20_000)}
+        formats: list[dict[str, Any]] = [
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": fields}}},
+            {"type": "grammar", "grammar": 'start: /a*/ "a"'},
+            {"type": "regex", "regex": "(a|b)*a(a|b){24}"},
+            {"type": "regex", "regex": "|".join(f"w{i}x*" for i in range(60_000))},
+        ]
+        own = {"max_tokens": 4, "response_format": formats[number // 2 % len(formats)]}
+        await self.ask(name, CHAT, {"messages": chat("Tom"), **own})
+
+    async def keys(self, name: str, number: int) -> None:
+        await self.ask(name, CHAT, {"messages": chat("Tom")}, "wrong")
+
+    async def gone(self, name: str, number: int) -> None:
+        """Goes away from a stream, or while it waits for the whole."""
+        body = {"messages": chat(PROMPTS[number % len(PROMPTS)]), "max_tokens": 1000, "ignore_eos": True}
+        if number % 2:
+            _, _, writer = await self.first(name, CHAT, body | {"stream": True})
+        else:
+            _, writer = await self.open(name, CHAT, json.dumps(body).encode())
+            await asyncio.sleep(0.05 + random.random() / 10)
+        writer.close()
+        self.seen[name] = "499"
+
+    async def run(self, work: Iterator[tuple[int, str]], thinking: float) -> None:
+        """thinking: mean seconds before a request."""
+        for number, kind in work:
+            await asyncio.sleep(random.expovariate(1 / thinking))
+            try:
+                await getattr(self, kind)(f"{kind}-{number}", number // len(KINDS))
+            except Exception as error:
+                self.seen[f"{kind}-{number}"] = f"{type(error).__name__}: {error}"
+
+
+KINDS = ("prompts", "bodies", "many", "grammars", "keys", "gone")
+
+
+async def attack(port: int, clients: int, requests: int, thinking: float) -> dict[str, str]:
+    """The status of each request of the hostile clients."""
+    random.seed(0)
+    work = iter([(number, KINDS[number % len(KINDS)]) for number in range(requests)])
+    each = [Hostile(port, f"127.0.0.{2 + i}") for i in range(clients)]
+    await asyncio.gather(*(client.run(work, thinking) for client in each))
+    return {name: status for client in each for name, status in client.seen.items()}
+
+
+async def end(server: Server, new: int) -> tuple[dict[str, str], float]:
+    """SIGTERM with requests in flight and bodies that never end: statuses, and seconds until the process has ended."""
+    asker = Asker(server.port, "127.0.0.1")
+    body = {"messages": chat(PROMPTS[0]), "temperature": 0, "max_tokens": new, "ignore_eos": True}
+    running = [asyncio.create_task(asker.ask(f"end-{i}", CHAT, body | {"stream": i % 2 == 0})) for i in range(16)]
+    slow = [await asker.open(f"never-{i}", TEXT, b"{", 1000) for i in range(4)]
+    while (await asyncio.to_thread(server.metrics))["specdec_requests_running"] < 16:
+        await asyncio.sleep(0.01)
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    await asker.ask("late", CHAT, body)
+    await asyncio.gather(*running)
+    await asyncio.to_thread(server.process.wait, 60)
+    for _, writer in slow:
+        writer.close()
+    return asker.seen, time.monotonic() - begun
+
+
+def differences(server: Server, seen: dict[str, str]) -> list[str]:
+    """Requests whose line in the log is missing, or has another status than the client saw."""
+    lines = {line["id"]: line for line in server.lines()}
+    told = {name: str(lines[name]["status"]) if name in lines else "no line" for name in seen}
+    return [f"{name}: {status}, in the log {told[name]}" for name, status in seen.items() if told[name] != status]
 
 
 @click.command()
-@click.option("--clients", default=50)
-@click.option("--requests", default=1000)
-@click.option("--disconnects", default=200)
-@click.option("--deadlines", default=20)
-@click.option("--new", default=24, help="New tokens of a request that is read to its end.")
-@click.option("--serving", type=(int, Path), help="Be the server, on this port, with its report there.")
-def main(clients: int, requests: int, disconnects: int, deadlines: int, new: int, serving: Any) -> None:
+@click.option("--hostile", default=50, help="Hostile clients.")
+@click.option("--requests", default=1000, help="Of these.")
+@click.option("--good", default=300, help="Requests of the well-behaved client, alone and beside them.")
+@click.option("--new", default=16, help="New tokens of its requests.")
+@click.option("--thinking", default=4.0, help="Mean seconds before a request of a hostile client.")
+@click.option("--checks", is_flag=True, help="With the validators on (SPECDEC_CHECK=1).")
+@click.option("--attacking", type=int, help="Be the hostile clients, of the server at this port.")
+def main(
+    hostile: int, requests: int, good: int, new: int, thinking: float, checks: bool, attacking: int | None
+) -> None:
     """Run the soak."""
-    if serving is not None:
-        return serve(*serving, seconds=120.0)
-    model = loaded()
-    right, long = (
-        [
-            c.text
-            for c in model.generate([chat(prompt) for prompt in PROMPTS], max_new_tokens=most, ignore_eos=most == LONG)
-        ]
-        for most in (new, LONG)
-    )
-    model.close()
-    kinds = ["disconnect"] * disconnects + ["deadline"] * deadlines
-    kinds += ["plain" if i % 2 else "streamed" for i in range(requests - len(kinds))]
-    random.seed(0)
-    random.shuffle(kinds)
-    port, report = free_port(), Path(tempfile.mkdtemp()) / "report.json"
-    environment = {**os.environ, "SPECDEC_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "tests.public.soak_service", "--serving", str(port), str(report)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if b"Application startup complete" in line:
-            break
-    begun = time.perf_counter()
-    soak = Soak(port, right, long, new)
-
-    async def everything() -> Counter[str]:
-        await soak.run(clients, kinds)
-        print(f"{time.perf_counter() - begun:.0f} s, {dict(soak.kinds)}, wrong: {soak.wrong[:3]}", file=sys.stderr)
-        return await soak.end(clients, process)
-
-    ended = asyncio.run(everything())
-    process.stderr.read()
-    code, found = process.wait(timeout=120), json.loads(report.read_text())
-    left = {name: count for name, count in found["usage"].items() if count}
-    good = not soak.wrong and not left and code == 0 and found["cancelled"] == 0
-    result = {"good": good, "seconds": round(time.perf_counter() - begun, 1), "kinds": dict(soak.kinds)}
-    result |= {"in flight at SIGTERM": dict(ended), "wrong": soak.wrong[:5], "left": left, "exit": code}
-    result |= {"delay_ms": {name: round(value, 2) for name, value in found["delay_ms"].items()}}
-    result |= {name: found["metrics"][f"requests_{name}_total"] for name in ("finished", "failed", "dropped")}
-    result |= {name: found["metrics"][f"requests_ended_by_{name}_total"] for name in ("cancelled", "timeout")}
+    if attacking is not None:
+        print(json.dumps(asyncio.run(attack(attacking, hostile, requests, thinking))))
+        return
+    with loaded() as model:
+        right = [done.text for done in model.generate([chat(prompt) for prompt in PROMPTS], max_new_tokens=new)]
+    words = ["--hostile", str(hostile), "--requests", str(requests), "--thinking", str(thinking)]
+    result = asyncio.run(soak(Server(checks=checks), words, good, right, new))
     print(json.dumps(result))
-    sys.exit(not good)
+    sys.exit(not result["good"])
+
+
+async def soak(server: Server, hostile: list[str], good: int, right: list[str], new: int) -> dict[str, Any]:
+    """All phases, and what came out. hostile: options of the process of hostile clients."""
+    client, begun = Good(server.port, right, new), time.monotonic()
+    await client.run("warm", 20)
+    alone = await client.run("alone", good)
+    words = ["-m", "tests.public.soak_service", "--attacking", str(server.port), *hostile]
+    command = ["nice", "-n", "10", sys.executable, *words]  # as if on machines of their own
+    attackers = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert attackers.stdout is not None
+    answer = asyncio.create_task(asyncio.to_thread(attackers.stdout.read))
+    beside = await client.run("beside", good, answer.done)
+    attacked = json.loads(await answer)
+    after = await client.run("after", good)
+    idle, seen = await asyncio.to_thread(server.idle), client.seen | attacked
+    counted, mine = server.counted(), Counter(seen.values())
+    ended, seconds = await end(server, 100)
+    differ = differences(server, seen | ended)
+    p99 = {name: round(1e3 * percentile(times, 0.99), 1) for name, times in named(alone, beside, after)}
+    p50 = {name: round(1e3 * statistics.median(times), 1) for name, times in named(alone, beside, after)}
+    ratio = percentile(beside, 0.99) / percentile(alone + after, 0.99)
+    expected = Counter({"200": 16, "503": 1})
+    right_end = Counter(ended.values()) == expected and server.process.returncode == 0 and seconds <= DRAIN_SECONDS
+    return {
+        "good": not differ and counted == mine and idle and right_end and not client.wrong and ratio <= 2.0,
+        "requests": len(seen),
+        "hostile": len(attacked),
+        "beside": len(beside),
+        "seconds": round(time.monotonic() - begun, 1),
+        "first token, ms, p50": p50,
+        "first token, ms, p99": p99,
+        "p99 beside / alone": round(ratio, 2),
+        "clients": dict(sorted(mine.items())),
+        "counters": dict(sorted(counted.items())),
+        "differ from the log": differ[:5],
+        "wrong answers": client.wrong[:3],
+        "idle": idle,
+        "at SIGTERM": dict(Counter(ended.values())),
+        "seconds to the end": round(seconds, 2),
+        "exit": server.process.returncode,
+        "log": str(server.log),
+    }
+
+
+def named(alone: list[float], beside: list[float], after: list[float]) -> tuple[tuple[str, list[float]], ...]:
+    return ("alone", alone), ("beside", beside), ("after", after)
 
 
 if __name__ == "__main__":

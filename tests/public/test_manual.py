@@ -186,14 +186,6 @@ def test_options_that_pages_name_exist() -> None:
         "--metadata",
         "--use_cache",
         "--head",
-        *(
-            "--drain-seconds",
-            "--api-key",
-            "--max-body-bytes",
-            "--stalled-seconds",
-            "--allow-lark",
-            "--family",
-        ),  # of examples/serve_openai.py
     }
     for page in pages.user_pages():
         for line in re.findall(r"^specdec .*$|`specdec [^`]*`|`--[\w-]+[^`]*`", pages.read(page), re.M):

@@ -180,7 +180,7 @@ class GrammarCompiler:
         self._special = {str(token): token_id for token_id, token in added.items()}
         self._hidden = [str(token) for token_id, token in added.items() if token.special or token_id == eos]
         self.kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._lock, self._before_end = threading.Lock(), dict[int, Ids]()
+        self._lock, self._compiling, self._before_end = threading.Lock(), threading.Lock(), dict[int, Ids]()
         self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
@@ -190,6 +190,13 @@ class GrammarCompiler:
             InvalidInputError: it is no grammar; it has unsupported parts; nothing can match it, or no tokens spell it;
                 llguidance did not return from it, or from too many others.
         """
+        if (found := self._found(grammar)) is not None:
+            return found
+        with self._compiling:  # not under `_lock`: rounds ask for grammars that are there, and wait for no compiler
+            return self._found(grammar) or self._added(grammar, self.compile(grammar))
+
+    def _found(self, grammar: Grammar) -> CompiledGrammar | None:
+        """The grammar as it was kept. Raises InvalidInputError: see `compiled`."""
         with self._lock:
             found = self.kept.get(grammar)
             if found in self.given_up:
@@ -199,9 +206,13 @@ class GrammarCompiler:
                     f"llguidance did not return from {self._workers.lost} calls, and each keeps a thread busy: no new "
                     "grammar is taken until the process is started again"
                 )
-            if found is None:
-                found = self.kept[grammar] = self.compile(grammar)
-            self.kept.move_to_end(grammar)
+            if found is not None:
+                self.kept.move_to_end(grammar)
+            return found
+
+    def _added(self, grammar: Grammar, found: CompiledGrammar) -> CompiledGrammar:
+        with self._lock:
+            self.kept[grammar] = found
             if len(self.kept) > _KEPT:
                 self.kept.popitem(last=False)
         return found

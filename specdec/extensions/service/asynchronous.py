@@ -8,6 +8,7 @@ import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -30,11 +31,9 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     `cancel` and `close` may be called on any thread. `async with` closes it at its end.
     """
 
-    def __init__(self, leader: Any, make: Callable[[], Stream], is_long: bool = False) -> None:
-        """leader: a `Leader`. make: reads the call's prompts and parameters; runs on another thread. is_long: whether
-        reading takes long, so that it runs on the thread for long prompts."""
-        self._leader, self._make = leader, make
-        self._readers = leader.long_readers if is_long else leader.readers
+    def __init__(self, leader: Any, make: Callable[[], Stream], readers: Executor | None = None) -> None:
+        """leader: a `Leader`. make: reads the call's prompts and parameters, in `readers`."""
+        self._leader, self._make, self._readers = leader, make, readers
         self.loop: AbstractEventLoop | None = None
         self.part = Call()
         self.requests: Stream | None = None

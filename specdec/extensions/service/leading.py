@@ -3,7 +3,8 @@
 The engine has no thread: a caller runs the round for all. An event loop must not block, so one thread runs rounds for
 all of them, as one call of the engine that stays open. A round's updates are put into the streams at once, and each
 event loop is woken at most once a round. A second thread reads prompts and parameters, in the order of the calls, so
-that a tokenizer or a grammar's compiler stops neither rounds nor event loops. A third one reads long prompts.
+that a tokenizer stops neither rounds nor event loops. A third one reads long prompts, and a fourth one the calls that
+have grammars, whose compiler may take seconds.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 from specdec.engine.sharing import CLOSED_MEANWHILE, READ_ELSEWHERE, SharedEngine
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
+from specdec.requests.chats import num_characters
 from specdec.requests.request import Call
 
 _FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
@@ -31,7 +34,7 @@ _LONGEST_END = 5.0
 """Seconds to wait for the thread when the model is closed or the process ends."""
 
 _LONG, _MANY = 50_000, 100
-"""Characters of a text, and texts of a call (messages of a chat), whose tokens take as long as a round or more."""
+"""Characters of a call, with its tools, and its prompts or messages, whose tokens take as long as a round or more."""
 
 _leaders: weakref.WeakSet[Leader] = weakref.WeakSet()
 
@@ -43,14 +46,14 @@ class Leader:
 
     Attributes:
         shared: the model's engine. call: the call of all requests, open as long as the model is. readers: the thread
-            that reads prompts and parameters. long_readers: the thread for long prompts. kept: streams whose readers
-            wait. process: id of the process that it belongs to.
+            that reads prompts and parameters, the thread for long prompts, and the thread for grammars. kept: streams
+            whose readers wait. process: id of the process that it belongs to.
     """
 
     def __init__(self, shared: SharedEngine) -> None:
         self.shared, self.call = shared, Call(has_thread=True)
-        self.readers = ThreadPoolExecutor(1, "specdec-prompts")
-        self.long_readers = ThreadPoolExecutor(1, "specdec-long-prompts")
+        names = ("specdec-prompts", "specdec-long-prompts", "specdec-grammar-prompts")
+        self.readers = [ThreadPoolExecutor(1, name) for name in names]
         self.kept: set[AsyncStream] = set()
         self.process = os.getpid()
         self.new: deque[AsyncStream] = deque()
@@ -89,7 +92,7 @@ class Leader:
         self._wake.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_LONGEST_END)
-        for readers in (self.readers, self.long_readers):
+        for readers in self.readers:
             readers.shutdown(wait=False)
 
     def lead(self) -> bool:
@@ -193,15 +196,17 @@ def leader_of(model: Any) -> Leader:
 
 def stream_of(model: Any, prompts: Any, params: Any, options: dict[str, Any]) -> AsyncStream:
     """See `SpeculativeModel.stream_async`."""
-    return AsyncStream(leader_of(model), partial(model.stream, prompts, params, **options), _is_long(prompts))
+    leader = leader_of(model)
+    own = [*params] if isinstance(params, (list, tuple)) else [params]
+    has_grammar = any(getattr(each, "grammar", None) is not None for each in (*own, SimpleNamespace(**options)))
+    readers = leader.readers[2 if has_grammar else 1 if _is_long(prompts, options) else 0]
+    return AsyncStream(leader, partial(model.stream, prompts, params, **options), readers)
 
 
-def _is_long(prompts: Any) -> bool:
+def _is_long(prompts: Any, options: Mapping[str, Any]) -> bool:
     """Whether a call's texts take long to tokenise: other calls do not wait behind it."""
-    own = prompts.get("content") if isinstance(prompts, Mapping) else prompts
-    if isinstance(own, list) and own and not isinstance(own[0], int):
-        return len(own) > _MANY or any(map(_is_long, own))
-    return isinstance(own, str) and len(own) > _LONG
+    own = prompts if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else ()
+    return len(own) > _MANY or num_characters([own or prompts, options]) > _LONG
 
 
 @atexit.register

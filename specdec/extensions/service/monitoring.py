@@ -1,15 +1,19 @@
-"""Metrics: numbers about a model's engine for monitoring, by name and as Prometheus text.
+"""Metrics: numbers about a model's engine for monitoring, by name and for prometheus_client.
 
-Source: Prometheus documentation, "Metric and label naming" and "Exposition formats" (text format 0.0.4).
+Source: Prometheus documentation, "Metric and label naming".
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.engine.stats import LATELY
+from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 
 class MetricInfo(NamedTuple):
@@ -72,13 +76,26 @@ class Metrics(dict[str, float]):
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={value:g}' for name, value in self.items())})"
 
+    def collect(self) -> list[Metric]:
+        """As a collector of prometheus_client has them."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        found = ((name, METRICS[name], value) for name, value in self.items())
+        return [kinds[info.kind](f"specdec_{name}", info.help, value) for name, info, value in found]
+
     def prometheus(self) -> str:
-        """Prometheus' text format."""
-        lines = []
-        for name, value in self.items():
-            lines += [f"# HELP specdec_{name} {METRICS[name].help}", f"# TYPE specdec_{name} {METRICS[name].kind}"]
-            lines.append(f"specdec_{name} {'NaN' if value != value else repr(value)}")
-        return "\n".join(lines) + "\n"
+        """Prometheus' text format, by prometheus_client. To be replaced by `generate_latest(metrics)` after 0.2.
+
+        Raises:
+            InvalidInputError: prometheus_client is not installed.
+        """
+        try:
+            from prometheus_client import generate_latest
+        except ImportError:
+            raise InvalidInputError("prometheus() needs prometheus_client: pip install 'specdec-hf[serve]'") from None
+        own: Any = self
+        return generate_latest(own).decode()
 
 
 def metrics_of(engine: Any) -> Metrics:

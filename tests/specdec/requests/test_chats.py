@@ -191,7 +191,9 @@ def test_half_of_a_surrogate_pair_is_named(tokenizer: Any) -> None:
 
 
 class Counting(LetterTokenizer):
-    """Counts the characters that it is given."""
+    """Counts the characters that it tokenises. Its template writes the texts of messages, and of tools."""
+
+    chat_template = "{{ messages }}"
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,16 +203,34 @@ class Counting(LetterTokenizer):
         self.seen += len(text)
         return super().__call__(text, **options)
 
+    def apply_chat_template(self, messages: Any, tokenize: bool = True, tools: Any = (), **options: Any) -> Any:
+        contents = [each["content"] for each in messages]
+        parts = [each if isinstance(each, str) else "".join(part["text"] for part in each) for each in contents]
+        text = "".join([*parts, *(each["name"] for each in tools)])
+        return self(text) if tokenize else text
 
-@pytest.mark.parametrize("kind", ["text", "chat", "parts"])
+
+@pytest.mark.parametrize("kind", ["text", "chat", "parts", "tools"])
 def test_texts_that_are_too_long_are_not_tokenised_whole(kind: str) -> None:
     text = "abcd " * 200_000
     parts = [{"type": "text", "text": text}]
     prompt = text if kind == "text" else [{"role": "user", "content": text if kind == "chat" else parts}]
+    prompt = (
+        with_options([{"role": "user", "content": "ab"}], {"tools": [{"name": text}]}) if kind == "tools" else prompt
+    )
     tokenizer = Counting()
-    with pytest.raises(InvalidInputError, match=r"tokens in its first 320 of 1000000 characters; with max_model_l"):
+    with pytest.raises(InvalidInputError, match=r"tokens in its first 320 of 100000\d characters; with max_model_l"):
         encode_prompts([prompt, "abc"], tokenizer, 40)
     assert tokenizer.seen == 320
     assert [len(ids) for ids in encode_prompts(["ab", [1, 2]], tokenizer, 40)] == [len(tokenizer("ab")["input_ids"]), 2]
     with pytest.raises(InvalidInputError, match=r"in its first 320 of 400 characters; with max_model_len=40"):
         wrap(tiny_llama(), max_model_len=40, tokenizer=tokenizer).generate("a" * 400)
+
+
+def test_of_many_prompts_none_is_read_behind_one_that_is_too_long() -> None:
+    tokenizer = Counting()
+    with pytest.raises(
+        InvalidInputError, match=r"prompt 1: the prompt has 41 tokens; with max_model_len=40 at most 39"
+    ):
+        encode_prompts(["ab", "a" * 41, *["ab"] * 100], tokenizer, 40)
+    assert tokenizer.seen == 43

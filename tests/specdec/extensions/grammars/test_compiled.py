@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -27,3 +30,24 @@ def test_the_last_grammars_that_were_used_are_kept(monkeypatch: pytest.MonkeyPat
     for text in ("a", "b", "a", "c", "a", "b"):
         compiler.compiled(Grammar.regex(text))
     assert made == ["a", "b", "c", "b"] and len(compiler.kept) == 2
+
+
+def test_a_grammar_that_is_there_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds ask for grammars, and the compiler may take half a minute for another one."""
+    compiler, began, goes_on = compiled.GrammarCompiler(tokenizer(), 64, END), threading.Event(), threading.Event()
+    kept, plain = compiler.compiled(Grammar.regex("a")), compiler.compile
+
+    def slow(grammar: Grammar) -> compiled.CompiledGrammar:
+        began.set()
+        assert goes_on.wait(60)
+        return plain(grammar)
+
+    monkeypatch.setattr(compiler, "compile", slow)
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(compiler.compiled, Grammar.regex("b")) for _ in range(2)]
+        assert began.wait(60)
+        try:
+            assert pool.submit(compiler.compiled, Grammar.regex("a")).result(10) is kept
+        finally:
+            goes_on.set()
+        assert both[0].result(60) is both[1].result(60)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fakes import LetterTokenizer, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
-from specdec import ClosedModelError, InvalidInputError, ModelChangedError, RequestFailedError, SpecdecError
+from specdec import ClosedModelError, Grammar, InvalidInputError, ModelChangedError, RequestFailedError, SpecdecError
 from specdec.engine.streams import Stream
 from specdec.extensions.service.asynchronous import MOST_UNREAD, AsyncStream
 from specdec.extensions.service.leading import leader_of
@@ -512,25 +512,60 @@ def in_child(model: Any, stream: Any) -> None:
 
 
 def test_other_calls_do_not_wait_until_a_long_prompt_is_tokenised(model: Any) -> None:
-    """Long texts are read on a thread of their own."""
+    """Long texts are read on a thread of their own, be they in messages, tools, or many prompts."""
     began, goes_on = threading.Event(), threading.Event()
 
     class Slow(LetterTokenizer):
+        chat_template = "{{ messages }}"
+
         def __call__(self, text: str, **options: Any) -> Any:
             if len(text) > 1000:
                 began.set()
                 assert goes_on.wait(60)
             return super().__call__(text, **options)
 
+        def apply_chat_template(self, messages: Any, tokenize: bool = True, tools: Any = (), **options: Any) -> Any:
+            text = "".join([*(each["content"] for each in messages), *(each["name"] for each in tools)])
+            return self(text) if tokenize else text
+
     model.tokenizer = Slow()
 
-    async def run() -> None:
-        long = [{"role": "user", "content": "ab " * 30_000}], "ab " * 30_000, ["a"] * 101 + ["ab " * 500]
-        slow = [asyncio.create_task(model.generate_async(prompt, max_new_tokens=2)) for prompt in long]
+    async def run(*prompt: Any, **options: Any) -> None:
+        began.clear(), goes_on.clear()
+        slow = asyncio.create_task(model.generate_async(*prompt, max_new_tokens=2, **options))
         assert await asyncio.to_thread(began.wait, 60)
         done = await asyncio.wait_for(model.generate_async("ab", max_new_tokens=2), 60)
         assert len(done[0].token_ids) == 2
         goes_on.set()
-        await asyncio.gather(*slow, return_exceptions=True)
+        await asyncio.gather(slow, return_exceptions=True)
+
+    chat, text = [{"role": "user", "content": "ab"}], "ab " * 30_000
+    for prompt in ([{"role": "user", "content": text}], text, ["a"] * 101 + ["ab " * 500], ["a", text]):
+        asyncio.run(run(prompt))
+    asyncio.run(run(chat, tools=[{"name": text}]))
+
+
+def test_other_calls_do_not_wait_until_a_grammar_is_compiled(model: Any) -> None:
+    """Calls with grammars are read on a thread of their own."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    stream = model.stream
+
+    def slow(prompts: Any, params: Any, **options: Any) -> Any:
+        if params is not None and params.grammar is not None:
+            began.set()
+            assert goes_on.wait(60)
+        return stream(prompts, params, **options)
+
+    model.stream = slow
+
+    async def run() -> None:
+        params = SamplingParams(2, grammar=Grammar.regex("a"))
+        first = asyncio.create_task(model.generate_async(PROMPTS[0], params))
+        assert await asyncio.to_thread(began.wait, 60)
+        done = await asyncio.wait_for(model.generate_async(PROMPTS[1], max_new_tokens=2), 60)
+        assert len(done[0].token_ids) == 2
+        goes_on.set()
+        await asyncio.gather(first, return_exceptions=True)
 
     asyncio.run(run())

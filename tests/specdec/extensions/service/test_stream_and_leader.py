@@ -24,9 +24,7 @@ def stream_of(count: int) -> tuple[AsyncStream, list[tuple[Any, ...]]]:
     """A stream of so many completions, queued at places from 10 on, and what it cancels there."""
     cancelled = list[tuple[Any, ...]]()
     shared = SimpleNamespace(cancel=lambda call, places, closed: cancelled.append((sorted(places), closed)))
-    leader = SimpleNamespace(
-        check_process=lambda: None, kept=set(), shared=shared, call=None, readers=None, long_readers=None
-    )
+    leader = SimpleNamespace(check_process=lambda: None, kept=set(), shared=shared, call=None)
     made = AsyncStream(leader, lambda: pytest.fail("there is nothing to make"))
     if count:
         made.queued(range(10, 10 + count))

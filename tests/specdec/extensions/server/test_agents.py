@@ -1,4 +1,4 @@
-"""Agents with OpenAI's client and the example's server: a scripted model says what the families' templates write."""
+"""Agents with OpenAI's client and the server: a scripted model says what the families' templates write."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
 pytest.importorskip("openai")
 
 from specdec.requests.chats import Chat, chat_ids
-from tests.examples.test_serve_openai import Running
 from tests.fakes import tiny_llama, wrap
+from tests.specdec.extensions.server.running import Running
 from tests.specdec.extensions.tools.families import TEMPLATES, tokenizer_of
 from tests.specdec.extensions.tools.test_answer_reader import MARKERS, call, said
 
@@ -33,7 +34,7 @@ class Scripted(Running):
         target = tiny_llama(len(tokenizer))
         target.config.max_position_embeddings = 2048
         sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 512, "page_size": 16, "kv_cache_tokens": 2048}
-        super().__init__(model=wrap(target, tokenizer=tokenizer, max_model_len=2000, **sizes))
+        super().__init__({"max_body_bytes": 10**5}, wrap(target, tokenizer=tokenizer, max_model_len=2000, **sizes))
         self.answer: Any = None
         self.prompt: list[int] = []
         self._stream = self.model.stream_async
