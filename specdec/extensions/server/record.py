@@ -122,7 +122,9 @@ class RequestRecord:
         for one in done:
             self._add(one)
             self.new_tokens += len(one.token_ids)
-        self.first_token_s = min(self.age - one.stats.decode_s for one in self.done) if self.new_tokens else None
+        self.first_token_s = (
+            round(min(self.age - one.stats.decode_s for one in self.done), 4) if self.new_tokens else None
+        )
 
     def _add(self, done: Completion) -> None:
         self.done.append(done)

@@ -54,7 +54,7 @@ def start_log(form: str, level: str) -> None:
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper())
+        logger.setLevel(level.upper() if name != "uvicorn" or level == "debug" else "WARNING")  # it tells each step
 
 
 class Server(uvicorn.Server):

@@ -231,7 +231,7 @@ def test_what_is_captured_while_requests_run_leaves_what_they_carry(
     params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in (40, 4, 8)]
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 2, "max_num_batched_tokens": 320}
     check(make, "mimo", 2, random_prompts((5, 9, 90)), params, **sizes)
-    assert len(captured) == 3 + 3 + 2, "of the target and of the modules at the start, and one of each meanwhile"
+    assert len(captured) == 4 + 3 + 2, "of the target and of the modules at the start, and one of each meanwhile"
 
 
 @pytest.mark.slow

@@ -89,27 +89,27 @@ def test_a_folder_that_is_no_package_shadows_nothing(tmp_path: Path) -> None:
 )
 @pytest.mark.cases(1)
 def test_a_command_that_cannot_be_loaded_says_why(tmp_path: Path, module: str | None, says: str) -> None:
-    distribution(tmp_path, "tool", "serve = no_such_tool:command")
+    distribution(tmp_path, "tool", "shout = no_such_tool:command")
     if module is not None:
         (tmp_path / "no_such_tool.py").write_text(module)
-    listed, ran = specdec("--help", first=tmp_path), specdec("serve", first=tmp_path)
+    listed, ran = specdec("--help", first=tmp_path), specdec("shout", first=tmp_path)
     assert listed.returncode == 0 and says in " ".join(listed.stdout.split()) and "Measure acceptance" in listed.stdout
     assert ran.returncode == 2 and says in ran.stderr and "Traceback" not in ran.stderr
 
 
 @pytest.mark.slow
 def test_another_distribution_adds_a_command(tmp_path: Path) -> None:
-    distribution(tmp_path, "tool", "serve = some_tool:serve")
+    distribution(tmp_path, "tool", "shout = some_tool:shout")
     (tmp_path / "some_tool.py").write_text(
-        "import click\n@click.command(short_help='Serve it.')\ndef serve():\n    click.echo('served')\n"
+        "import click\n@click.command(short_help='Serve it.')\ndef shout():\n    click.echo('served')\n"
     )
     assert "Serve it." in specdec("--help", first=tmp_path).stdout
-    assert specdec("serve", first=tmp_path).stdout == "served\n"
+    assert specdec("shout", first=tmp_path).stdout == "served\n"
 
 
 @pytest.mark.slow
 def test_two_commands_of_one_name_are_refused(tmp_path: Path) -> None:
-    distribution(tmp_path, "tool", "eval = some_tool:serve")
+    distribution(tmp_path, "tool", "eval = some_tool:shout")
     done = specdec("--help", first=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "tool adds the command 'eval', which specdec-hf has; uninstall one" in done.stderr
