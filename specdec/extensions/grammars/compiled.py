@@ -402,12 +402,10 @@ class GrammarCompiler:
 
     def _written(self, marker: Marker | None) -> str:
         """A marker in Lark's syntax."""
-        if marker is None:
-            return ""
         if isinstance(marker, str):
             special = self._special.get(marker)
             return json.dumps(marker) if special is None else f"<[{special}]>"
-        return " ".join(f"<[{token_id}]>" for token_id in marker)
+        return " ".join(f"<[{token_id}]>" for token_id in marker or ())
 
 
 def _can_loop(grammar: Grammar) -> bool:
