@@ -114,6 +114,7 @@ _ADVICE = re.compile(
 )
 """Options of transformers and torch that their messages recommend."""
 _MOST_LETTERS = 600
+_GGUF = "Download the file again if it is incomplete; else take the model in safetensors, or a newer transformers."
 
 
 _OF_THE_HUB_OR_PICKLE: dict[type[Exception], str] = {
@@ -162,6 +163,8 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
         return "this machine has not enough memory for it"
     if isinstance(error, (KeyError, AttributeError, TypeError, AssertionError, IndexError, ArithmeticError)):
         return f"a value in its configuration or weight files is wrong ({type(error).__name__}: {_plain(error)})"
+    if checkpoint.gguf_file is not None:
+        return f"{_plain(error)} {_GGUF}"
     return _plain(error)
 
 

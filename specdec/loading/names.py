@@ -78,6 +78,35 @@ def misspelt_draft(draft: str | Path) -> str:
     return f"did you mean {close[0]!r}, {DRAFT_WORDS[close[0]]}?" if close else misspelt(text)
 
 
+def find_gguf(path: str, given: str | None) -> tuple[str, str | None]:
+    """The folder or hub name of a model, and the GGUF file in it: a whole path in a folder; None for other formats.
+
+    given: the file's name. Without one, `path` may be the file, or a folder with one such file and no config.json.
+
+    Raises:
+        ModelLoadError: there is no such file, or there are several.
+    """
+    folder = os.path.isdir(path)
+    if given is None and path.endswith(".gguf") and not folder:
+        path, given = os.path.split(os.path.abspath(path))
+    elif not folder:
+        return path, given
+    elif given is None:
+        files = sorted(file.name for file in Path(path).glob("*.gguf"))
+        if not files or os.path.exists(os.path.join(path, "config.json")):
+            return path, None
+        if len(files) > 1:
+            raise ModelLoadError(
+                f"the folder {path} holds several GGUF files; give the path of one, or gguf_file=…: {', '.join(files)}"
+            )
+        given = files[0]
+    # A whole path: transformers prefers a file of that name in the working directory to the one in the folder.
+    file = os.path.abspath(os.path.join(path, given))
+    if not os.path.isfile(file):
+        raise ModelLoadError(f"there is no file {given!r} in the folder {path}")
+    return path, file
+
+
 def absent(name: str) -> str:
     """What is wrong with a name that neither a folder here nor a model of the hub can have, in words; else ""."""
     text = resolve(name)
@@ -104,7 +133,7 @@ def draft_name(name: str) -> str:
 def give_model() -> str:
     """What names a target, for messages."""
     return (
-        "Give a folder, a hub name, or a built-in name "
+        "Give a folder, a GGUF file, a hub name, or a built-in name "
         f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
     )
 
@@ -127,8 +156,8 @@ def builtin_name(target: str | Path | None) -> str | None:
 
 
 def is_available(target: str) -> bool:
-    """Whether a target lies on this machine: a built-in one, a folder, or a hub model in the local cache."""
-    return os.path.isdir(resolve(target)) or bool(_config_of(target))
+    """Whether a target lies on this machine: a built-in one, a folder, a file, or a hub model in the local cache."""
+    return os.path.exists(resolve(target)) or bool(_config_of(target))
 
 
 def target_of_head(head: str | Path) -> str | None:
