@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import struct
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.utils import cached_file
@@ -263,41 +260,31 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
 
 
 def gguf_types(checkpoint: Checkpoint) -> Mapping[str, str] | None:
-    """A `quantization_config` for a GGUF file: its types, that of most tensors first; None where all are plain numbers.
+    """A `quantization_config` for a GGUF file, with the types of its tensors; None where all are plain numbers.
 
     Of a hub model the file is fetched.
 
     Source: transformers/integrations/gguf/reader.py, `read_gguf_metadata`, which leaves out the types.
 
     Raises:
-        ModelLoadError: a package is missing, the file is damaged or one of several, or has a type that transformers
-            would meet in the middle of the others. ValueError: it is no GGUF file.
+        ModelLoadError: a package is missing, or the file is one of several. ValueError, struct.error,
+            NotImplementedError: it is no GGUF file, or has a type that transformers would meet in the middle of others.
     """
     check_packages(GGUF)
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     from transformers.integrations.gguf import reader
 
-    where = {"revision": checkpoint.revision, "local_files_only": checkpoint.local_files_only}
-    file = str(cached_file(checkpoint.path, str(checkpoint.gguf_file), **where))
-    blob = np.memmap(file, np.uint8, "r")
-    try:
-        metadata, number, place = reader._read_metadata(blob, file)
-        tensors = reader._read_tensor_table(blob, number, place)[0]
-    except struct.error as error:
-        raise ModelLoadError("its header is incomplete; download it again") from error
+    file = str(cached_file(checkpoint.path, str(checkpoint.gguf_file), **checkpoint.options))
+    blob = reader._mapped(file)
+    metadata, number, place = reader._read_metadata(blob, file)
     if metadata.get("split.count", 1) > 1:
         raise ModelLoadError("it is one of several parts: join them by llama.cpp's `llama-gguf-split --merge`")
-    names = []
-    for kind, _ in Counter(kind for *_, kind, _ in tensors).most_common():
-        try:
-            found = GGMLQuantizationType(kind)
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[found][1]), np.uint8), found)
-            names.append(found.name)
-        except (ValueError, NotImplementedError) as error:
-            raise ModelLoadError(
-                f"transformers does not read the type of some of its tensors ({error}); take another quantisation"
-            ) from error
-    return None if _PLAIN.issuperset(names) else {"quant_method": GGUF, "quant_type": ", ".join(names)}
+    tensors, _ = reader._read_tensor_table(blob, number, place)
+    types = {GGMLQuantizationType(kind) for *_, kind, _ in tensors}
+    for kind in types:
+        dequantize(blob[: GGML_QUANT_SIZES[kind][1]], kind)  # any block of that size
+    packed = sorted({kind.name for kind in types} - _PLAIN)
+    return {"quant_method": GGUF, "quant_type": ", ".join(packed)} if packed else None
 
 
 def check_depth(config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
@@ -104,6 +105,7 @@ _ERRORS: tuple[type[BaseException], ...] = (
     SyntaxError,
     TemplateError,
     pickle.UnpicklingError,
+    struct.error,
 )
 """Files may hold anything: on a wrong value transformers may raise any of Python's own errors."""
 

@@ -86,25 +86,19 @@ def find_gguf(path: str, given: str | None) -> tuple[str, str | None]:
     Raises:
         ModelLoadError: there is no such file, or there are several.
     """
-    folder = os.path.isdir(path)
-    if given is None and path.endswith(".gguf") and not folder:
-        path, given = os.path.split(os.path.abspath(path))
-    elif not folder:
-        return path, given
-    elif given is None:
-        files = sorted(file.name for file in Path(path).glob("*.gguf"))
-        if not files or os.path.exists(os.path.join(path, "config.json")):
-            return path, None
-        if len(files) > 1:
-            raise ModelLoadError(
-                f"the folder {path} holds several GGUF files; give the path of one, or gguf_file=…: {', '.join(files)}"
-            )
-        given = files[0]
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        if given is not None or folder.suffix != ".gguf":
+            return path, given
+        folder, given = folder.parent, folder.name
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if given is None and (not files or (folder / "config.json").exists()):
+        return path, None
+    found = [name for name in files if given in (None, name)]
+    if len(found) != 1:
+        raise ModelLoadError(f"gguf_file={given!r} is no file in {folder}; give one of {files}, or its whole path")
     # A whole path: transformers prefers a file of that name in the working directory to the one in the folder.
-    file = os.path.abspath(os.path.join(path, given))
-    if not os.path.isfile(file):
-        raise ModelLoadError(f"there is no file {given!r} in the folder {path}")
-    return path, file
+    return str(folder), str(folder / found[0])
 
 
 def absent(name: str) -> str:

@@ -103,11 +103,14 @@ def check_packages(method: str) -> None:
     """
     missing = _missing(*_PACKAGES.get(method, ()))
     if missing:
-        several, what = "s" if len(missing) > 1 else "", f"its weights are quantised, and quant_method {method}"
+        several = "s" if len(missing) > 1 else ""
         install = " ".join(f"'{name}'" if ">" in name else name for name in missing)
         if method == GGUF:
-            what, install = "it is a GGUF file, which", '"specdec-hf[gguf]"'
-        raise ModelLoadError(f"{what} needs the package{several} {', '.join(missing)}: pip install {install}")
+            install = '"specdec-hf[gguf]"'
+        raise ModelLoadError(
+            f"its weights are quantised, and quant_method {method} needs the package{several} "
+            f"{', '.join(missing)}: pip install {install}"
+        )
 
 
 def check_quantisation(stored: Mapping[str, Any] | None) -> str | None:

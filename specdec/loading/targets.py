@@ -207,8 +207,8 @@ def load_target(
         stored = packed or stored_quantisation(config)
         method = check_quantisation(stored)
         place = placed_at(method, device)
-        elsewhere = checkpoint.gguf_file or getattr(config, "transformers_weights", None)  # the name of another file
-        if checkpoint.is_folder and not elsewhere:
+        named = checkpoint.gguf_file or getattr(config, "transformers_weights", None)  # a file of another name
+        if checkpoint.is_folder and not named:
             check_weight_files(Path(checkpoint.path))
         if on_config is not None:
             on_config(config, dtype, device)
