@@ -58,6 +58,7 @@ def written(
         writer.add_token_types([1] * len(tokens))
         writer.add_token_merges([" ".join(tokens[:2])])
         writer.add_eos_token_id(0)
+        writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     stored = GGMLQuantizationType[kind]
     for name, numbers in tensors(model).items():
         if without in name:

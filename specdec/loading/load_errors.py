@@ -116,7 +116,10 @@ _ADVICE = re.compile(
 )
 """Options of transformers and torch that their messages recommend."""
 _MOST_LETTERS = 600
-_GGUF = "Download the file again if it is incomplete; else take the model in safetensors, or a newer transformers."
+_GGUF = (
+    "download the GGUF file again if it is incomplete; else take the model in safetensors, or a newer transformers; "
+    "for a tokenizer alone give tokenizer=…"
+)
 
 
 _OF_THE_HUB_OR_PICKLE: dict[type[Exception], str] = {
@@ -166,7 +169,7 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
     if isinstance(error, (KeyError, AttributeError, TypeError, AssertionError, IndexError, ArithmeticError)):
         return f"a value in its configuration or weight files is wrong ({type(error).__name__}: {_plain(error)})"
     if checkpoint.gguf_file is not None:
-        return f"{_plain(error)} {_GGUF}"
+        return f"{_plain(error).rstrip('.')}; {_GGUF}"
     return _plain(error)
 
 

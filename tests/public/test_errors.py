@@ -189,7 +189,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a quantisation that is none": (settings(quantization_config=3), "quantization_config=3"),
     "an adapter beside a model": (adapter, "adapter.*merge_and_unload"),
     "an adapter": (only(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"")), "has no peft_type"),
-    "a GGUF file that is none": (only(("model.gguf", b"GGUF")), "Download the file again"),
+    "a GGUF file that is none": (only(("model.gguf", b"GGUF")), "download the GGUF file again"),
     "nothing": (only(), "the folder is empty"),
     **PIPES,
     "a pipe as an index": (

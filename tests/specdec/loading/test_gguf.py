@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from fakes import LETTERS, LetterTokenizer, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecdecWarning, SpeculativeModel
-from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.cli.main import cli
+from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.names import find_gguf
 from tests.gguf_files import written
 
@@ -141,12 +144,12 @@ def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path, monke
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(b"PK\3\4" + bytes(400))
     refused(ModelLoadError, "wrong.gguf.*not a GGUF file", wrong)
-    refused(ModelLoadError, "GGUF v1;.*Download the file again", rewritten(file, wrong, 4, b"\1\0\0\0"))
+    refused(ModelLoadError, "GGUF v1;.*download the GGUF file again", rewritten(file, wrong, 4, b"\1\0\0\0"))
     refused(ModelLoadError, "architecture nosuch is not supported", written(tiny_llama(), wrong, architecture="nosuch"))
     refused(ModelLoadError, "one of several parts.*--merge", written(tiny_llama(), wrong, parts=3))
     refused(ModelLoadError, "1 tensor missing .*layers.2.mlp.up_proj", written(tiny_llama(), wrong, without="2.ffn_up"))
     wrong.write_bytes(file.read_bytes()[:-2000])
-    refused(ModelLoadError, "Download the file again", wrong)
+    refused(ModelLoadError, "download the GGUF file again", wrong)
     name = b"token_embd.weight"
     type_at = file.read_bytes().index(name) + len(name) + 4 + 2 * 8
     refused(ModelLoadError, "99 is not a valid GGMLQuantizationType", rewritten(file, wrong, type_at, b"\x63\0\0\0"))
@@ -160,3 +163,28 @@ def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path, monke
     refused(ModelLoadError, "gguf_file=None is no file in .*b.gguf.*wrong.gguf", tmp_path)
     monkeypatch.setattr("specdec.loading.quantisation._missing", lambda *packages: ["gguf>=0.10.0"])
     refused(ModelLoadError, r'quant_method gguf needs the package gguf.*pip install "specdec-hf\[gguf\]"', file)
+
+
+def test_a_head_of_another_size_is_refused_and_one_in_a_gguf_file_too(folder: Path) -> None:
+    file = folder / "tiny.Q8_0.gguf"
+    refused(HeadMismatchError, "hidden size 256, this target has 32", file, draft="gsm-llama-eagle3")
+    refused(HeadLoadError, "", file, draft=file)
+    refused(HeadLoadError, "", file, draft="mtp")
+    refused(HeadLoadError, "has no built-in head", file, draft="auto")
+
+
+@pytest.mark.filterwarnings("ignore::specdec.SpecdecWarning")
+def test_commands_take_a_file(folder: Path, tmp_path: Path) -> None:
+    file, sizes = str(folder / "tiny.Q8_0.gguf"), ["--kv-cache-tokens", "2048", "--draft", "none"]
+    runner = CliRunner()
+    shown = runner.invoke(cli, ["inspect", "--model", file, *sizes, "--json"])
+    assert json.loads(shown.stdout)["quantisation"]["scheme"] == "Q8_0", shown.output
+    ours = [
+        runner.invoke(cli, ["generate", "abab", "--max-new-tokens", "8", *sizes, *model])
+        for model in (["--model", file], ["--model", str(folder), "--gguf-file", "tiny.Q8_0.gguf"])
+    ]
+    assert ours[0].exit_code == 0 and ours[0].stdout == ours[1].stdout, ours[0].output
+    answered = runner.invoke(cli, ["chat", "--model", file, *sizes, "--max-new-tokens", "4"], input="ab\n")
+    assert answered.exit_code == 0, answered.output
+    missing = runner.invoke(cli, ["chat", "--model", str(tmp_path / "no.gguf")])
+    assert missing.exit_code != 0 and "there is no" in missing.output
