@@ -163,7 +163,7 @@ class SpeculativeModel:
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
-            if isinstance(target, (str, Path)) and find_gguf(resolve(target), options.gguf_file)[1] is not None:
+            if isinstance(target, (str, Path)) and find_gguf(resolve(target), options.gguf_file)[1]:
                 raise InvalidInputError(
                     "tensor_parallel_size: a GGUF file is read by one process; give 1, or the model in safetensors"
                 )

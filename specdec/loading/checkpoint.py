@@ -161,8 +161,8 @@ class Checkpoint:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder on this machine."""
-        return os.path.isdir(self.path)
+        """Whether it is a folder on this machine, with a model in files other than GGUF."""
+        return os.path.isdir(self.path) and self.gguf_file is None
 
     @property
     def is_quanto(self) -> bool:
@@ -242,7 +242,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     Raises:
         ModelLoadError: it does not; the message describes its contents.
     """
-    if not checkpoint.is_folder or checkpoint.gguf_file is not None:
+    if not checkpoint.is_folder:
         return
     folder = Path(checkpoint.path)
     names = {entry.name for entry in folder.iterdir()}

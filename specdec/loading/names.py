@@ -91,12 +91,13 @@ def find_gguf(path: str, given: str | None) -> tuple[str, str | None]:
         if given is not None or folder.suffix != ".gguf":
             return path, given
         folder, given = folder.parent, folder.name
-    files = sorted(file.name for file in folder.glob("*.gguf"))
-    if given is None and (not files or (folder / "config.json").exists()):
+    found = sorted(file.name for file in folder.glob("*.gguf") if given in (None, file.name))
+    if given is None and (not found or (folder / "config.json").exists()):
         return path, None
-    found = [name for name in files if given in (None, name)]
     if len(found) != 1:
-        raise ModelLoadError(f"gguf_file={given!r} is no file in {folder}; give one of {files}, or its whole path")
+        raise ModelLoadError(
+            f"gguf_file={given!r} means {found or 'no file'} in {folder}; give the name or the whole path of one"
+        )
     # A whole path: transformers prefers a file of that name in the working directory to the one in the folder.
     return str(folder), str(folder / found[0])
 

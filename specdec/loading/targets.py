@@ -207,8 +207,7 @@ def load_target(
         stored = packed or stored_quantisation(config)
         method = check_quantisation(stored)
         place = placed_at(method, device)
-        named = checkpoint.gguf_file or getattr(config, "transformers_weights", None)  # a file of another name
-        if checkpoint.is_folder and not named:
+        if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # the name of another file
             check_weight_files(Path(checkpoint.path))
         if on_config is not None:
             on_config(config, dtype, device)
