@@ -56,11 +56,12 @@ def tokens_of(model: SpeculativeModel, new: int = 24) -> list[list[int]]:
 @pytest.mark.cases(2)
 def test_tokens_are_those_of_the_model_that_transformers_reads(tmp_path: Path, kind: str) -> None:
     file = written(tiny_llama(), tmp_path / f"tiny.{kind}.gguf", kind)
-    theirs = own_tokens(AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
     for draft in (None, "lookup"):
         with opened(file, draft=draft) as model:
-            assert tokens_of(model) == theirs
-            assert model.dtype == torch.float32
+            assert tokens_of(model) == own_tokens(theirs)
+            for name, ours in model.hf_model.state_dict().items():
+                assert ours.dtype == torch.float32 and torch.equal(ours, theirs.state_dict()[name]), name
 
 
 def test_weights_are_those_of_the_file(tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_the_types_are_shown_and_said(folder: Path) -> None:
         model = opened(folder)
     with model:
         found = model.describe()["quantisation"]
+        assert model.describe()["target"] == str(folder / "tiny.Q8_0.gguf")
         assert found["method"] == "gguf" and found["scheme"] == "Q8_0"
         assert found["runs"].startswith("dequantised in float32")
 
