@@ -141,7 +141,7 @@ def refused(error: type[Exception], match: str, target: Any, **options: Any) -> 
         opened(target, **options)
 
 
-def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     file = folder / "tiny.Q8_0.gguf"
     wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(b"PK\3\4" + bytes(400))
@@ -159,11 +159,9 @@ def test_what_is_not_read_is_refused_by_name(folder: Path, tmp_path: Path, monke
     refused(InvalidInputError, "only models on the hub have revisions", file, revision="main")
     shutil.copy(file, tmp_path / "b.gguf")
     refused(ModelLoadError, "gguf_file=None means .*b.gguf.*wrong.gguf.* give the name", tmp_path)
-    monkeypatch.setattr("specdec.loading.quantisation._missing", lambda *packages: ["gguf>=0.10.0"])
-    refused(ModelLoadError, r'quant_method gguf needs the package gguf.*pip install "specdec-hf\[gguf\]"', file)
 
 
-def test_a_type_that_is_not_read_is_refused_before_anything_is(
+def test_a_type_and_a_package_are_looked_for_before_anything_is_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.loading.targets.AutoConfig", None)
@@ -172,6 +170,8 @@ def test_a_type_that_is_not_read_is_refused_before_anything_is(
     type_at = file.read_bytes().index(name) + len(name) + 4 + 2 * 8
     refused(ModelLoadError, "99 is not a valid GGMLQuantizationType", rewritten(file, wrong, type_at, b"\x63\0\0\0"))
     refused(ModelLoadError, "I32", rewritten(file, wrong, type_at, b"\x1a\0\0\0"))
+    monkeypatch.setattr("specdec.loading.quantisation._missing", lambda *packages: ["gguf>=0.10.0"])
+    refused(ModelLoadError, r'quant_method gguf needs the package gguf.*pip install "specdec-hf\[gguf\]"', file)
 
 
 def test_a_head_of_another_size_is_refused_and_one_in_a_gguf_file_too(folder: Path) -> None:
