@@ -19,6 +19,7 @@ from specdec.engine.streams import Stream, StreamUpdate, collected, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import FREED, Parts, assemble, dismantle
+from specdec.loading.names import find_gguf, resolve
 from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
 from specdec.loading.sizes import memory_named
@@ -96,9 +97,9 @@ class SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
         Args:
-            target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
-                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). Without `draft`, a
-                head whose config.json names its target (as the package speculators does) loads both.
+            target: built-in name, folder, GGUF file, hub name, or a loaded transformers model; a peft adapter, which
+                names its base, or a PeftModel, whose inner model runs as it is (its adapters live or merged); without
+                `draft`, a head whose config.json names its target (as the package speculators does) loads both.
             draft: folder or hub name of a head or of a small causal language model, or a loaded one; "auto": a built-in
                 target's; "mtp": the multi-token-prediction module in the target's checkpoint; "lookup": what followed a
                 request's last tokens in its own text (docs/lookup.md); [head, "lookup"]: both.
@@ -153,6 +154,7 @@ class SpeculativeModel:
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's).
             revision: branch, tag, commit.
+            gguf_file: the GGUF file in a folder or hub model; its path is a target by itself: docs/how-to/gguf.md.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -161,6 +163,10 @@ class SpeculativeModel:
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
+            if isinstance(target, (str, Path)) and find_gguf(resolve(target), options.gguf_file)[1]:
+                raise InvalidInputError(
+                    "tensor_parallel_size: a GGUF file is read by one process; give 1, or the model in safetensors"
+                )
             try:
                 from specdec.extensions.parallel.loading import load_divided
             except ImportError as error:

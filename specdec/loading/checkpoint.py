@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
+from transformers.utils import cached_file
 
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import (
@@ -28,8 +29,16 @@ from drafters.checkpoints.tensor_files import (
     what_else,
 )
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
-from specdec.loading.names import give_model, misspelt, resolve
-from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, QUANTO_MAP, Quantisation, check_quantisation
+from specdec.loading.names import find_gguf, give_model, misspelt, resolve
+from specdec.loading.quantisation import (
+    GGUF,
+    MODELOPT,
+    MODELOPT_FILE,
+    QUANTO_MAP,
+    Quantisation,
+    check_packages,
+    check_quantisation,
+)
 from specdec.values import short
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -92,8 +101,8 @@ def _without_weights(names: Collection[str]) -> str:
     shards = sorted(name for name in names if _SHARD.fullmatch(name))
     if shards:
         return f"it holds shards of weights ({shards[0]}, …) and no index of them ({_WHOLE[0]}.index.json); download it"
-    if any(name.endswith(".gguf") for name in names):
-        return "its weights are GGUF files, which are not supported; take the model in safetensors"
+    if files := [name for name in names if name.endswith(".gguf")]:
+        return f"its weights are GGUF files: give gguf_file=…, one of {short(sorted(files))}"
     own = sorted(name for name in names if name.startswith("consolidated."))
     if own:
         return f"its weights ({own[0]}) are in their maker's own format; take the model as {_WHOLE[0]} or its shards"
@@ -108,6 +117,8 @@ _HEADS = frozenset(
     }
 )
 
+_PLAIN = {"F32", "F16", "BF16"}
+"""Types in a GGUF file that are no quantisation."""
 _INDEX = "model.safetensors.index.json"
 _MOST_TENSORS_OF_A_HEAD = 100
 """Folders with an index of more tensors are not examined as heads, which would read the header of every shard."""
@@ -131,6 +142,7 @@ class Checkpoint:
         local_files_only: whether only the hub's local cache is read, as the hub does not answer.
         adapter: the adapter to apply to the model when it is loaded, or None.
         quantisation: how its weights are stored, once it is loaded; None where they are not quantised.
+        gguf_file: the GGUF file that holds model and tokenizer, by its whole path in a folder; None for other formats.
     """
 
     name: str
@@ -140,16 +152,17 @@ class Checkpoint:
     local_files_only: bool = False
     adapter: Adapter | None = None
     quantisation: Quantisation | None = None
+    gguf_file: str | None = None
 
     @property
     def builtin(self) -> bool:
         """Whether it came with specdec."""
-        return self.path != self.name
+        return self.path != self.name and self.gguf_file is None
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder on this machine."""
-        return os.path.isdir(self.path)
+        """Whether it is a folder on this machine, with a model in files other than GGUF."""
+        return os.path.isdir(self.path) and self.gguf_file is None
 
     @property
     def is_quanto(self) -> bool:
@@ -163,6 +176,7 @@ class Checkpoint:
             "trust_remote_code": self.trust_remote_code,
             "local_files_only": self.local_files_only,
             **({} if self.revision is None else {"revision": self.revision}),
+            **({} if self.gguf_file is None else {"gguf_file": self.gguf_file}),
         }
 
 
@@ -186,16 +200,20 @@ class Adapter:
 
 
 def find_checkpoint(
-    name: str | Path, revision: str | None = None, trust_remote_code: bool = False, what: str = "the target model"
+    name: str | Path,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "the target model",
+    gguf_file: str | None = None,
 ) -> Checkpoint:
     """Find a target or a tokenizer (`what`) by name. A name that can only be a folder is not looked up on the hub.
 
     Raises:
         ModelLoadError: the folder does not exist, is a file, or the name is no hub model's; or something in the folder
-            has a file's name but is not a file.
+            has a file's name but is not a file; or which GGUF file is meant is not clear.
         InvalidInputError: a revision of a folder.
     """
-    path, local = resolve(name), False
+    (path, file), local = find_gguf(resolve(name), gguf_file), False
     if os.path.isdir(path):
         if revision is not None:
             raise InvalidInputError(
@@ -205,7 +223,7 @@ def find_checkpoint(
     elif not path:
         reason = "the name is empty"
     elif os.path.exists(path):
-        reason = "it is a GGUF file, which is not supported" if path.endswith(".gguf") else "it is a file"
+        reason = "it is a file"
     elif looks_local(path):
         reason = "there is no folder of that name"
     elif not is_hub_name(path):
@@ -215,11 +233,11 @@ def find_checkpoint(
         local = not reason and not hub_answers()
     if reason:
         raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}.\n{give_model()}")
-    return Checkpoint(str(name), path, revision, trust_remote_code, local)
+    return Checkpoint(str(name), path, revision, trust_remote_code, local, gguf_file=file)
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
-    """Check that a folder holds a causal language model for transformers. Hub names pass.
+    """Check that a folder holds a causal language model for transformers. Hub names and GGUF files pass.
 
     Raises:
         ModelLoadError: it does not; the message describes its contents.
@@ -241,6 +259,34 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     _check_model_type(config)
 
 
+def gguf_types(checkpoint: Checkpoint) -> Mapping[str, str] | None:
+    """A `quantization_config` for a GGUF file, with the types of its tensors; None where all are plain numbers.
+
+    Of a hub model the file is fetched.
+
+    Source: transformers/integrations/gguf/reader.py, `read_gguf_metadata`, which leaves out the types.
+
+    Raises:
+        ModelLoadError: a package is missing, or the file is one of several. ValueError, struct.error,
+            NotImplementedError: it is no GGUF file, or has a type that transformers would meet in the middle of others.
+    """
+    check_packages(GGUF)
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    from transformers.integrations.gguf import reader
+
+    file = str(cached_file(checkpoint.path, str(checkpoint.gguf_file), **checkpoint.options))
+    blob = reader._mapped(file)
+    metadata, number, place = reader._read_metadata(blob, file)
+    if metadata.get("split.count", 1) > 1:
+        raise ModelLoadError("it is one of several parts: join them by llama.cpp's `llama-gguf-split --merge`")
+    tensors, _ = reader._read_tensor_table(blob, number, place)
+    types = {GGMLQuantizationType(kind) for *_, kind, _ in tensors}
+    for kind in types:
+        dequantize(blob[: GGML_QUANT_SIZES[kind][1]], kind)  # any block of that size
+    packed = sorted({kind.name for kind in types} - _PLAIN)
+    return {"quant_method": GGUF, "quant_type": ", ".join(packed)} if packed else None
+
+
 def check_depth(config: Mapping[str, Any]) -> None:
     """Check that a configuration, and those inside it, has no more layers than any model, before one of them is made.
 
@@ -260,8 +306,6 @@ def check_depth(config: Mapping[str, Any]) -> None:
 def _without_config(names: set[str]) -> str:
     if not names:
         return "the folder is empty"
-    if any(name.endswith(".gguf") for name in names):
-        return "the folder holds GGUF files, which are not supported"
     return f"the folder has no config.json; it holds {short(sorted(names))}"
 
 

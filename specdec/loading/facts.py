@@ -38,7 +38,9 @@ def facts_of(model: Any) -> dict[str, Any]:
     spent, dense = model.steps, dense_up_to(model.hf_model)
     layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
     return {
-        "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
+        "target": getattr(checkpoint, "gguf_file", None)
+        or model.hf_model.name_or_path
+        or type(model.hf_model).__name__,
         "revision": None if checkpoint is None else checkpoint.revision,
         "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "adapter": _adapter(model),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
@@ -104,6 +105,7 @@ _ERRORS: tuple[type[BaseException], ...] = (
     SyntaxError,
     TemplateError,
     pickle.UnpicklingError,
+    struct.error,
 )
 """Files may hold anything: on a wrong value transformers may raise any of Python's own errors."""
 
@@ -114,6 +116,10 @@ _ADVICE = re.compile(
 )
 """Options of transformers and torch that their messages recommend."""
 _MOST_LETTERS = 600
+_GGUF = (
+    "download the GGUF file again if it is incomplete; else take the model in safetensors, or a newer transformers; "
+    "for a tokenizer alone give tokenizer=…"
+)
 
 
 _OF_THE_HUB_OR_PICKLE: dict[type[Exception], str] = {
@@ -162,6 +168,8 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
         return "this machine has not enough memory for it"
     if isinstance(error, (KeyError, AttributeError, TypeError, AssertionError, IndexError, ArithmeticError)):
         return f"a value in its configuration or weight files is wrong ({type(error).__name__}: {_plain(error)})"
+    if checkpoint.gguf_file is not None:
+        return f"{_plain(error).rstrip('.')}; {_GGUF}"
     return _plain(error)
 
 

@@ -78,6 +78,30 @@ def misspelt_draft(draft: str | Path) -> str:
     return f"did you mean {close[0]!r}, {DRAFT_WORDS[close[0]]}?" if close else misspelt(text)
 
 
+def find_gguf(path: str, given: str | None) -> tuple[str, str | None]:
+    """The folder or hub name of a model, and the GGUF file in it: a whole path in a folder; None for other formats.
+
+    given: the file's name. Without one, `path` may be the file, or a folder with one such file and no config.json.
+
+    Raises:
+        ModelLoadError: there is no such file, or there are several.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        if given is not None or folder.suffix != ".gguf":
+            return path, given
+        folder, given = folder.parent, folder.name
+    found = sorted(file.name for file in folder.glob("*.gguf") if given in (None, file.name))
+    if given is None and (not found or (folder / "config.json").exists()):
+        return path, None
+    if len(found) != 1:
+        raise ModelLoadError(
+            f"gguf_file={given!r} means {found or 'no file'} in {folder}; give the name or the whole path of one"
+        )
+    # A whole path: transformers prefers a file of that name in the working directory to the one in the folder.
+    return str(folder), str(folder / found[0])
+
+
 def absent(name: str) -> str:
     """What is wrong with a name that neither a folder here nor a model of the hub can have, in words; else ""."""
     text = resolve(name)
@@ -104,7 +128,7 @@ def draft_name(name: str) -> str:
 def give_model() -> str:
     """What names a target, for messages."""
     return (
-        "Give a folder, a hub name, or a built-in name "
+        "Give a folder, a GGUF file, a hub name, or a built-in name "
         f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
     )
 
@@ -127,8 +151,8 @@ def builtin_name(target: str | Path | None) -> str | None:
 
 
 def is_available(target: str) -> bool:
-    """Whether a target lies on this machine: a built-in one, a folder, or a hub model in the local cache."""
-    return os.path.isdir(resolve(target)) or bool(_config_of(target))
+    """Whether a target lies on this machine: a built-in one, a folder, a file, or a hub model in the local cache."""
+    return os.path.exists(resolve(target)) or bool(_config_of(target))
 
 
 def target_of_head(head: str | Path) -> str | None:

@@ -40,6 +40,8 @@ tensor" where such a weight is transposed or detached in inference mode and was 
 _ALIGNED = 64
 """Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
 divides; tensors in a file that is mapped into memory may lie at any address (torch 2.13: SIGSEGV)."""
+GGUF = "gguf"
+"""quant_method of weights in a GGUF file, which transformers multiplies out."""
 MODELOPT = "modelopt"
 """quant_method of NVIDIA ModelOpt, which transformers does not know."""
 MODELOPT_FILE = "hf_quant_config.json"
@@ -103,6 +105,8 @@ def check_packages(method: str) -> None:
     if missing:
         several = "s" if len(missing) > 1 else ""
         install = " ".join(f"'{name}'" if ">" in name else name for name in missing)
+        if method == GGUF:
+            install = '"specdec-hf[gguf]"'
         raise ModelLoadError(
             f"its weights are quantised, and quant_method {method} needs the package{several} "
             f"{', '.join(missing)}: pip install {install}"
@@ -161,9 +165,17 @@ def _missing(*packages: Sequence[str]) -> list[str]:
 
 
 def placed_at(method: str | None, device: torch.device) -> dict[str, Any]:
-    """The option with which from_pretrained loads such weights onto their device: most libraries pack them for it."""
+    """The options with which from_pretrained loads such weights onto their device: most libraries pack them for it.
+
+    Those of a GGUF file are multiplied out where the package `kernels` would keep them packed, too.
+    """
     needs = _ACCELERATE in _PACKAGES.get(method or "", ()) and method != "quanto"
-    return {"device_map": {"": str(device)}} if needs else {}
+    place: dict[str, Any] = {"device_map": {"": str(device)}} if needs else {}
+    if method == GGUF:
+        from transformers import GgufConfig
+
+        place["quantization_config"] = GgufConfig(dequantize=True)
+    return place
 
 
 def without_kernels(method: str, device: torch.device) -> str:
@@ -230,6 +242,8 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
     """How a loaded model is quantised; `stored`: `quantization_config` before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
+    if stored is not None and "gguf_file" in stored:  # transformers' note, which is no word on how they are stored
+        stored = None
     if stored is None or method_of(stored) == MODELOPT:  # of which the KV cache alone is read, see `kv_scales`
         kinds = ", ".join(dict.fromkeys(kind_in_words(layer) for layer in model.modules() if is_quantised(layer)))
         return Quantisation(kinds) if kinds else None

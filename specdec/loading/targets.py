@@ -33,6 +33,7 @@ from specdec.loading.checkpoint import (
     check_target_folder,
     check_weight_files,
     find_checkpoint,
+    gguf_types,
 )
 from specdec.loading.load_errors import check_complete, loading_named
 from specdec.loading.names import resolve
@@ -199,10 +200,11 @@ def load_target(
     """
     with loading_named(checkpoint, "the target model"):
         check_target_folder(checkpoint)
+        packed = None if checkpoint.gguf_file is None else gguf_types(checkpoint)
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
         check_depth(config.to_dict())
         found = auto_class(config)
-        stored = stored_quantisation(config)
+        stored = packed or stored_quantisation(config)
         method = check_quantisation(stored)
         place = placed_at(method, device)
         if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # the name of another file
@@ -339,7 +341,7 @@ def open_target(
     if not isinstance(target, PreTrainedModel):
         place = resolve_device(options.device)
         kind = resolve_dtype(options.dtype, place)
-        found = find_checkpoint(target, options.revision, options.trust_remote_code)
+        found = find_checkpoint(target, options.revision, options.trust_remote_code, gguf_file=options.gguf_file)
         checkpoint = with_adapter(found, options.adapter, options.merge_adapter)
         model, quantisation = load_target(checkpoint, kind, place, on_config, group)
         check_loaded_target(model)
@@ -350,7 +352,7 @@ def open_target(
             ("adapter", "merge_adapter"),
             "; give peft.PeftModel.from_pretrained(model, adapter) as the target, or its merge_and_unload()",
         ),
-        (("revision",), "; leave it out"),
+        (("revision", "gguf_file"), "; leave it out"),
     ):
         if any(getattr(options, name) != getattr(LoadOptions, name) for name in names):
             given = ", ".join(f"{name}={short(getattr(options, name))}" for name in names)
@@ -363,5 +365,5 @@ def open_target(
     warn_of_dense(name or type(target).__name__, target, quantisation)
     if not name:
         return target, None
-    trusted = options.trust_remote_code
-    return target, Checkpoint(name, resolve(name), trust_remote_code=trusted, quantisation=quantisation)
+    trusted, file = options.trust_remote_code, (stored_quantisation(target.config) or {}).get("gguf_file")
+    return target, Checkpoint(name, resolve(name), trust_remote_code=trusted, quantisation=quantisation, gguf_file=file)

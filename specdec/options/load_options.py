@@ -178,6 +178,9 @@ class LoadOptions:
     revision: str | None = _option(
         None, Name("a branch, tag or commit of the model on the hub"), "Branch, tag or commit of a target on the hub."
     )
+    gguf_file: str | None = _option(
+        None, Name("a GGUF file in the target's folder or hub model"), "GGUF file in the target's folder or hub model."
+    )
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a wrong type or a value outside its range."""

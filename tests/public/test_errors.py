@@ -159,7 +159,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an index without a map": (sharded(b"{}"), "index.json has no weight_map .*download it again"),
     "shards without an index": (renamed("model-00001-of-00002.safetensors"), "shards .* and no index of them"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"it has no weights \(.*; it holds \['config.json'"),
-    "weights in GGUF": (renamed("model.gguf"), "its weights are GGUF files"),
+    "weights in GGUF": (renamed("model.gguf"), r"its weights are GGUF files: give gguf_file=….*model.gguf"),
     "Mistral's own format": (renamed("consolidated.safetensors"), "consolidated.safetensors.* maker's own format"),
     "pointers of git-lfs": (
         content("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
@@ -189,7 +189,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a quantisation that is none": (settings(quantization_config=3), "quantization_config=3"),
     "an adapter beside a model": (adapter, "adapter.*merge_and_unload"),
     "an adapter": (only(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"")), "has no peft_type"),
-    "GGUF": (only(("model.gguf", b"GGUF")), "GGUF files, which are not supported"),
+    "a GGUF file that is none": (only(("model.gguf", b"GGUF")), "download the GGUF file again"),
     "nothing": (only(), "the folder is empty"),
     **PIPES,
     "a pipe as an index": (
@@ -258,10 +258,8 @@ def test_a_folder_without_a_tokenizer_gets_no_empty_one(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_file_is_no_folder(saved: Path, tmp_path: Path) -> None:
+def test_a_file_is_no_folder(saved: Path) -> None:
     refused(ModelLoadError, "it is a file", saved / "config.json")
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    refused(ModelLoadError, "it is a GGUF file", tmp_path / "m.gguf")
     refused(HeadLoadError, "is a file", tiny_llama(), draft=saved / "config.json")
 
 

@@ -34,6 +34,8 @@ from specdec.loading.names import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import twin_test
+from tests.fakes import LETTERS, tiny_llama
+from tests.gguf_files import written
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = {
@@ -122,6 +124,10 @@ def test_every_block_runs(page: str, folder: Path, monkeypatch: pytest.MonkeyPat
     if page == "how-to/several_gpus.md":  # all ranks read a model alike: none remembers an earlier test's self-test
         monkeypatch.setattr(assembly, "check_target", check_target)
         monkeypatch.setattr(assembly, "twin_test", twin_test)
+    if page == "how-to/gguf.md":
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'specdec-hf[gguf]'")
+        (folder / "models").mkdir()
+        written(tiny_llama(), folder / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf", tokens=LETTERS)
     names: dict[str, Any] = {"__name__": "manual"}
     try:
         for place, block in enumerate(pages.blocks(page), 1):
