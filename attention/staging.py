@@ -66,8 +66,7 @@ def array_names(kind: type[Any]) -> tuple[str, ...]:
 
 def dtype_of(kind: type[Any], name: str) -> type[np.generic]:
     """The declared dtype of such a field."""
-    dtype: type[np.generic] = kind.__dataclass_fields__[name].metadata[_ARRAY][0]
-    return dtype
+    return kind.__dataclass_fields__[name].metadata[_ARRAY][0]
 
 
 class Section(Generic[S]):

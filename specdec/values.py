@@ -18,6 +18,11 @@ from specdec.errors import InvalidInputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Json = dict[str, Any]
+"""A JSON object."""
+Options = dict[str, Any]
+"""Options by name, as a call or a file gives them."""
+TokenIds = tuple[int, ...]
 Reader = Callable[[str, Any], Any]
 """(name, value given) -> the value that is kept. Raises InvalidInputError, by name: a value that is not allowed."""
 _MOST_DIGITS = 10**40

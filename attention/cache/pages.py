@@ -199,8 +199,7 @@ class BlockTables:
 
     def pages_of(self, row: int) -> list[int]:
         """A row's pages, in the order of its tokens."""
-        pages: list[int] = self.table[row, : self._counts[row]].tolist()
-        return pages
+        return self.table[row, : self._counts[row]].tolist()
 
     def begin(self, row: int, pages: Sequence[int]) -> None:
         """Let a row without pages begin with these, which its allocator counts as held by it already."""

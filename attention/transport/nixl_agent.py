@@ -18,12 +18,12 @@ import base64
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange, Descriptors, RankTable
+from attention.transport.region_tables import Bound, CopyRange, Descriptors, JsonObject, RankTable
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
@@ -76,7 +76,7 @@ class NixlTransport:
         self._lock = threading.RLock()
         self._errors = _errors(self._api)
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
         self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)

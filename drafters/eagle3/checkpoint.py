@@ -17,7 +17,15 @@ from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json, write_tensors
+from drafters.checkpoints.tensor_files import (
+    CheckpointFolder,
+    StateDict,
+    filled,
+    locate,
+    open_folder,
+    read_json,
+    write_tensors,
+)
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
 from drafters.eagle3.head import Eagle1Head, Eagle3Head
 from drafters.eagle3.layout import (
@@ -53,7 +61,7 @@ class _Opened:
         """Shapes of all tensors, by parameter."""
         return {parameter: self.folder.tensors[full].shape for parameter, full in self.names.items()}
 
-    def load(self) -> dict[str, Tensor]:
+    def load(self) -> StateDict:
         """All tensors, by parameter."""
         stored = self.folder.load(self.names.values())
         return {parameter: stored[full] for parameter, full in self.names.items()}
@@ -126,7 +134,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     return folder
 
 
-def _deep_norms(weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _deep_norms(weights: StateDict) -> list[tuple[str, Tensor]]:
     """Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`."""
     return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
 
@@ -221,7 +229,7 @@ def _check_shapes(opened: _Opened, target: TargetFacts) -> None:
     check_tensors(opened.shapes(), expected | {name: sizes[name] for name in _MAPS if name in needed | {*opened.names}})
 
 
-def _read_map(opened: _Opened, weights: Mapping[str, Tensor]) -> Tensor | None:
+def _read_map(opened: _Opened, weights: StateDict) -> Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, layout_of_folder
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder, write_tensors
+from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict, filled, open_folder, write_tensors
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.formats import (
@@ -124,7 +124,7 @@ def _start(names: Mapping[str, str]) -> str:
     return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
 
-def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, Tensor]:
+def deepseek_tensors(head: MtpHead, layer: int) -> StateDict:
     """A module's tensors under the names that DeepSeek checkpoints use for layer N + k, without shared tensors.
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
@@ -238,7 +238,7 @@ def _load_module(
 
 def _spec(
     form: MtpFormat,
-    weights: Mapping[str, Tensor],
+    weights: StateDict,
     convention: MtpConvention,
     mixers: tuple[str, ...],
     attention: str,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
-from typing import Any
 
 from evals.data.datasets import DataSet, digest
 from evals.errors import RunStoreError
@@ -48,7 +47,7 @@ def data_facts(data: DataSet) -> Json:
     return {"name": data.name, "source": data.source, "sha256": data.sha256, "questions": len(data.questions)}
 
 
-def model_facts(facts: Mapping[str, Any]) -> Json:
+def model_facts(facts: Json) -> Json:
     """A model's facts as they may be published: a folder is reduced to its name, and nothing measured is among them."""
     target = str(facts["target"])
     device = str(facts["device"])
@@ -71,7 +70,7 @@ class RunStore(KeptLines):
     remedy = _REMEDY
     lost = "its questions are asked again"
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Json) -> None:
         """Open or create `folder`.
 
         Raises:

@@ -23,6 +23,7 @@ from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
 from specdec.import_names import ROOT, check_sibling, other_distribution
 from specdec.user_warnings import busy_cores
+from specdec.values import Json
 
 _PACKAGES = (
     "torch",
@@ -39,8 +40,6 @@ _OF_A_CHECKOUT = ("dev", "docs")
 _SIBLINGS = ("attention", "drafters")
 _SETTINGS = ("SPECDEC_DATA", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 """Variables of the environment that change what runs."""
-
-Facts = dict[str, Any]
 
 
 @click.command(epilog=examples("specdec doctor", "specdec doctor --json"))
@@ -60,7 +59,7 @@ def doctor(as_json: bool) -> None:
     sys.exit(1 if facts["problems"] else 0)
 
 
-def examined() -> Facts:
+def examined() -> Json:
     """What the command prints, by section."""
     wanted, extras = requirements()
     device = device_facts()
@@ -124,7 +123,7 @@ def unmet(needed: list[str]) -> list[str]:
     return missing
 
 
-def extra_facts(name: str, needed: list[str]) -> Facts:
+def extra_facts(name: str, needed: list[str]) -> Json:
     """Whether an extra is there; if not, what it lacks and how to get it."""
     missing = unmet(needed)
     return {"present": not missing} | (
@@ -148,9 +147,9 @@ def shadowed() -> list[str]:
     return found
 
 
-def system_facts() -> Facts:
+def system_facts() -> Json:
     """Python and the machine."""
-    facts: Facts = {
+    facts: Json = {
         "python": platform.python_version(),
         "executable": _short(sys.executable),
         "platform": platform.platform(),
@@ -161,13 +160,13 @@ def system_facts() -> Facts:
     return facts
 
 
-def device_facts() -> Facts:
+def device_facts() -> Json:
     """What torch sees: its CUDA or HIP version, and each GPU. "error" where torch cannot be imported."""
     try:
         import torch
     except Exception as error:
         return {"error": f"torch cannot be imported: {type(error).__name__}: {error}"}
-    facts: Facts = {"torch built for": _built_for(torch), "CPU threads": torch.get_num_threads(), "GPUs": []}
+    facts: Json = {"torch built for": _built_for(torch), "CPU threads": torch.get_num_threads(), "GPUs": []}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
@@ -181,7 +180,7 @@ def _built_for(torch: Any) -> str:
     return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"
 
 
-def hints(device: Facts) -> list[str]:
+def hints(device: Json) -> list[str]:
     """What would run, but slower than it could."""
     if not device.get("GPUs"):
         built, busy = device.get("torch built for", ""), busy_cores(device.get("CPU threads", 1))
@@ -192,7 +191,7 @@ def hints(device: Facts) -> list[str]:
     return []
 
 
-def cache_facts() -> Facts:
+def cache_facts() -> Json:
     """Where each cache lies (None where that cannot be found out), how large it is, and the variable that moves it."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
     triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
@@ -233,7 +232,7 @@ def _held(folder: Path | None) -> str:
     return _size(total) if total else "empty"
 
 
-def in_lines(facts: Facts) -> list[str]:
+def in_lines(facts: Json) -> list[str]:
     """The facts as plain text, a section after the other; problems and hints last."""
     lines = []
     for section in ("specdec", "system", "packages", "device", "settings"):

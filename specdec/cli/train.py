@@ -12,6 +12,7 @@ from attention.backends.kinds import KINDS
 from specdec.cli.options import COUNT, FILE, added, examples, flag, load_options, load_options_of, offered, option
 from specdec.errors import InvalidInputError
 from specdec.loading.names import model_name
+from specdec.values import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from specdec.extensions.training.run_folder import Questions, Setting
 
 
-Options = dict[str, Any]
 _MODEL_HELP = "Target: built-in name, folder or hub name."
 _DATA = (
     option(

@@ -233,8 +233,7 @@ class Prefixes:
 
     def _tokens(self, row: int) -> np.ndarray:
         """[n] int32 committed tokens."""
-        tokens: np.ndarray = self._table.tokens[row, : self._table.length[row]]
-        return tokens
+        return self._table.tokens[row, : self._table.length[row]]
 
 
 def prefix_cache(config: EngineConfig, loop: DraftLoop[Any, Any] | None) -> PrefixCache | None:

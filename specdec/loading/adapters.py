@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.tensor_files import read_json
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
@@ -65,7 +66,7 @@ def check_kinds(name: str, configs: Iterable[Any]) -> None:
         UnsupportedModelError: an adapter of another kind, which the message names.
     """
     for config in configs:
-        values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        values: Config = config if isinstance(config, Mapping) else vars(config)
         kind = str(getattr(values.get("peft_type"), "value", values.get("peft_type")))
         if kind in _INPUTS:
             reason = "puts trained vectors before the prompt, which changes the model's inputs"
@@ -130,13 +131,13 @@ def _are_others(base: str, target: str) -> bool:
     return all(names) and not any(_SNAPSHOT.fullmatch(name) for name in names) and names[0] != names[1]
 
 
-def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adapter:
+def _adapter(place: Checkpoint, config: Config, merge: Merge) -> Adapter:
     check_kinds(place.name, [config])
     base = config.get("base_model_name_or_path")
     return Adapter(place.name, place, str(config["peft_type"]), base if isinstance(base, str) else "", merge)
 
 
-def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
+def _config(checkpoint: Checkpoint, what: str) -> Config | None:
     """adapter_config.json of a folder or a hub model; None where it has none.
 
     Raises:

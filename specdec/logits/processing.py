@@ -30,9 +30,10 @@ from specdec.logits.forms import (
     penalise_tokens,
     subtract_counts,
 )
-from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT
+from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, Biases
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors, call_together
+from specdec.values import TokenIds
 
 _NEVER = float("-inf")
 
@@ -75,7 +76,7 @@ class Subject:
     params: SamplingParams
     prompt_len: int
     limit: int
-    ends: tuple[int, ...]
+    ends: TokenIds
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def _ids(ids: Iterable[int], scores: Tensor) -> Tensor:
     return on_device(kept, scores.device)
 
 
-def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
+def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: Biases) -> None:
     most = max(len(ids) for ids, _ in biases)
     table = np.array([(0,) * (most - len(ids)) + ids for ids, _ in biases], np.int64)
     lens = np.array([len(ids) for ids, _ in biases], np.int64)
@@ -225,7 +226,7 @@ def _ngrams(scores: Tensor, rows: LogitsRows, size: int, in_prompt: bool = False
     ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=in_prompt)
 
 
-def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
+def _bad_words(subject: Subject) -> Biases:
     ends = {(end,) for end in subject.ends}
     return tuple((ids, _NEVER) for ids in subject.get("bad_words_ids") if ids not in ends)
 
@@ -236,15 +237,15 @@ def _no_end_yet(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     _write(scores, ((n, end) for n in early for end in rows.subjects[n].ends), _NEVER)
 
 
-def _forced_first(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _forced_first(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     _force(scores, [n for n, length in enumerate(rows.lens) if length == 1], tokens)
 
 
-def _forced_last(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _forced_last(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     _force(scores, [n for n, s in enumerate(rows.subjects) if rows.lens[n] == s.limit - 1], tokens)
 
 
-def _force(scores: Tensor, rows: list[int], tokens: tuple[int, ...]) -> None:
+def _force(scores: Tensor, rows: list[int], tokens: TokenIds) -> None:
     if rows:
         scores[on_device(np.array(rows, np.int64), scores.device), :-1] = _NEVER
         # 0: every other score is -inf, so a single forced token has probability 1 after any filter and temperature.
@@ -269,18 +270,18 @@ def _decay(scores: Tensor, rows: LogitsRows, decay: tuple[int, float]) -> None:
         scores.index_put_((at[:, 0], at[:, 1]), own + added)
 
 
-def _suppress(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _suppress(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     scores[:, _ids(tokens, scores)] = _NEVER
 
 
-def _allow(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _allow(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     at = _ids(tokens, scores)
     kept = scores[:, at]
     scores[:, :-1] = _NEVER
     scores[:, at] = kept
 
 
-def _suppress_first(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _suppress_first(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     first = [n for n, s in enumerate(rows.subjects) if rows.lens[n] == _begin(s)]
     _write(scores, ((n, token) for n in first for token in tokens), _NEVER)
 
@@ -295,7 +296,7 @@ def _by_the_user(scores: Tensor, rows: LogitsRows, own: RequestProcessors) -> No
     own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
 
 
-def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: RequestProcessors | tuple[int, ...]) -> None:
+def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: RequestProcessors | TokenIds) -> None:
     """own: of one request, or which objects are called for the rows of all requests that have them."""
     if isinstance(own, RequestProcessors):
         _by_the_user(scores, rows, own)

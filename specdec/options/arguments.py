@@ -10,7 +10,7 @@ API reference, "Create chat completion".
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from specdec.errors import InvalidInputError
 from specdec.options.generation_config import is_off
 from specdec.options.logits_options import OFF
-from specdec.values import only_known, short, unknown
+from specdec.values import Options, only_known, short, unknown
 
 FIRST = "give the prompts as the first argument: generate(prompts, …)"
 _STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
@@ -75,7 +75,7 @@ K = TypeVar("K", bound=type)
 
 
 def unexpected(
-    call: str, given: Mapping[str, Any], known: Collection[str], what: str = "unexpected keyword argument"
+    call: str, given: Options, known: Collection[str], what: str = "unexpected keyword argument"
 ) -> InvalidInputError:
     """The error for options that there are not, with the right call for the first.
 
@@ -99,7 +99,7 @@ def only_known_fields(kind: K) -> K:
     return kind
 
 
-def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+def own_names(options: Options) -> Options:
     """Options of a body or a row by their names here. Raises InvalidInputError: one is given two values."""
     found, names = dict[str, Any](), dict[str, str]()
     for name, value in options.items():
@@ -111,7 +111,7 @@ def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def params_of_call(params: Any, options: dict[str, Any]) -> Any:
+def params_of_call(params: Any, options: Options) -> Any:
     """The parameters of a call; where they stand among its options they are taken out of these.
 
     With do_sample, which transformers alone has, the call is read as transformers reads it.
@@ -127,7 +127,7 @@ def params_of_call(params: Any, options: dict[str, Any]) -> Any:
     return GenerationConfig() if params is None and options.get("do_sample") is not None else params
 
 
-def given_once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
+def given_once(what: str, given: Any, name: str, options: Options) -> Any:
     """What is given as `given`, or among the options, out of which it is taken. Raises InvalidInputError: as both."""
     other = options.pop(name, None)
     if given is not None and other is not None:
@@ -136,8 +136,8 @@ def given_once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any
 
 
 def with_options(
-    config: GenerationConfig, options: Mapping[str, Any], known: Collection[str]
-) -> tuple[GenerationConfig, dict[str, Any]]:
+    config: GenerationConfig, options: Options, known: Collection[str]
+) -> tuple[GenerationConfig, Options]:
     """A GenerationConfig with its fields among the options of a call, and those that are fields of SamplingParams
     alone. A temperature without do_sample makes it sample or not.
 
@@ -153,7 +153,7 @@ def with_options(
     return config, rest
 
 
-def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def known_options(options: Options, known: Collection[str]) -> Options:
     """Those of a call's options that are fields of SamplingParams; others may change nothing. Raises InvalidInputError:
     an option that there is not."""
     rest = {name: value for name, value in options.items() if name not in known and not _changes_nothing(name, value)}

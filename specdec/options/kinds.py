@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, token_ids, whole
+from specdec.values import MOST_COUNT, Options, choice, flag, scale_pairs, share, short, token_ids, whole
 
 
 class Kind:
@@ -130,7 +130,7 @@ class Tokens(Kind):
 class Overrides(Kind):
     """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
 
-    def read(self, name: str, value: Any) -> dict[str, Any] | None:
+    def read(self, name: str, value: Any) -> Options | None:
         """See `Kind.read`. Raises InvalidInputError: it is no mapping of texts to values."""
         if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
             raise InvalidInputError(

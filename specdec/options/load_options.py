@@ -18,7 +18,7 @@ from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, Overrides, Scales, Switch, Tokens, Whole
-from specdec.values import P, R, only_known, read_options, unknown
+from specdec.values import Options, P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,7 +184,7 @@ class LoadOptions:
         read_options(self, {each.name: option_of(each).kind.read for each in fields(self)})
 
     @classmethod
-    def from_words(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
+    def from_words(cls: type[_Options], given: Options) -> _Options:
         """Options by name, as a command line or lm-eval gives them; what is not given has its default.
 
         Raises:
@@ -195,7 +195,7 @@ class LoadOptions:
             raise unknown_options("unknown load options", odd, known)
         return cls(**{name: known[name].from_word(name, word) for name, word in given.items()})
 
-    def as_arguments(self) -> dict[str, Any]:
+    def as_arguments(self) -> Options:
         """The keyword arguments of `SpeculativeModel.from_pretrained`."""
         return dict(vars(self))
 

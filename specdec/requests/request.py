@@ -20,6 +20,7 @@ from specdec.requests.shown import completion_html, completion_line
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
 from specdec.requests.user_code import RequestCriteria, UserCodeError
+from specdec.values import TokenIds
 
 FinishReason = Literal["eos", "stop", "length", "timeout", "cancelled"]
 
@@ -52,7 +53,7 @@ class Completion:
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     stats: RequestStats
-    drafts: tuple[tuple[int, ...], ...] | None = None
+    drafts: tuple[TokenIds, ...] | None = None
     sample_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -121,7 +122,7 @@ class RowRound(NamedTuple):
 
     token_ids: list[int]
     num_accepted: int
-    drafts: tuple[int, ...]
+    drafts: TokenIds
     notes: np.ndarray | None = None
 
 
@@ -155,7 +156,7 @@ class Request:
     committed: np.ndarray
     stream: TextStream
     sample_index: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: TokenIds
     times: Times
     row: int = -1
     variant: int = 0
@@ -165,7 +166,7 @@ class Request:
     finish_reason: FinishReason | None = None
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
-    drafts: list[tuple[int, ...]] = field(default_factory=list)
+    drafts: list[TokenIds] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     progress: Progress = NOTHING_YET
     has_pages: bool = False

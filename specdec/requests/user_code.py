@@ -11,7 +11,7 @@ Source: huggingface/transformers, generation/logits_process.py (LogitsProcessorL
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from transformers.generation import logits_process as hf
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
-from specdec.values import flag, short
+from specdec.values import Options, flag, short
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[..., Any]
@@ -91,11 +91,10 @@ def prefix_function(name: str, given: Any) -> PrefixFunction:
     """A `prefix_allowed_tokens_fn`. Raises InvalidInputError: it cannot be called."""
     if not callable(given):
         raise InvalidInputError(f"{name}={short(given)}: allowed is a function (batch_id, input_ids) -> token ids")
-    function: PrefixFunction = given
-    return function
+    return given
 
 
-def overlapping(given: Iterable[Processor], settings: Mapping[str, Any]) -> list[tuple[type, str]]:
+def overlapping(given: Iterable[Processor], settings: Options) -> list[tuple[type, str]]:
     """Processors' classes whose option is set beside them: transformers' `generate` drops its own then."""
     return [(type(one), OPTIONS_OF[type(one)]) for one in given if OPTIONS_OF.get(type(one)) in settings]
 

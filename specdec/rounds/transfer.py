@@ -169,8 +169,7 @@ class VerificationSection:
 
     def of(self, batch: HostBatch, staged: Staged) -> DeviceRound:
         """A verification with this attention on the device; without sampling."""
-        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
-        return round_
+        return self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
 
 
 @dataclass(frozen=True)
@@ -202,10 +201,7 @@ class AheadSection:
     def of(self, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
         """The device side; target: the attention of the verification."""
         passes = self._passes.metadata(target, ahead.batches, staged)
-        found: DeviceAhead = self._own.of(
-            staged.views, DeviceAhead, passes=passes, carried=self._passes.carried(staged)
-        )
-        return found
+        return self._own.of(staged.views, DeviceAhead, passes=passes, carried=self._passes.carried(staged))
 
 
 class SamplingSection:
@@ -244,8 +240,7 @@ class SamplingSection:
     def of(self, views: Mapping[str, Tensor], filters: bool) -> DeviceSampling:
         """The device side; filters: whether any row restricts its support."""
         tensors = self._parameters.of(views, SamplingTensors, filters=filters)
-        found: DeviceSampling = self._uniforms.of(views, DeviceSampling, tensors=tensors)
-        return found
+        return self._uniforms.of(views, DeviceSampling, tensors=tensors)
 
 
 Groups = tuple[int, ...]

@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from specdec.values import Options
+
 VOCAB = 128
 MAX_POSITIONS = 512
 """Positions that a miniature has; its rows are shorter."""
@@ -136,7 +138,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(value)
 
 
-def _layer_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+def _layer_overrides(config: PreTrainedConfig) -> dict[int, Options]:
     """Layer -> attributes in which it differs from the configuration (transformers' per_layer_config, from 5.18 on)."""
     spec = vars(config).get("_heterogeneity_spec")
     return {} if spec is None else spec.per_layer_overrides
@@ -207,7 +209,7 @@ def _query_heads(config: PreTrainedConfig) -> int:
     return min(counts, default=0)
 
 
-def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[int, dict[str, Any]]) -> list[int]:
+def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[int, Options]) -> list[int]:
     """Keep the first two layers of each kind, and return them.
 
     Layers are of one kind when all lists by layer agree on them. One of each kind comes first, so that layers which
@@ -250,7 +252,7 @@ def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
     return True
 
 
-def _narrow_rope_parameters(config: PreTrainedConfig, parameters: dict[str, Any], low: Sequence[str]) -> None:
+def _narrow_rope_parameters(config: PreTrainedConfig, parameters: Options, low: Sequence[str]) -> None:
     if isinstance(parameters.get(_ROPE_THRESHOLD), (int, float)):
         # dynamic: requests end before it, see specdec.loading.sizes.max_model_len
         near = _ROPE_THRESHOLD in low and parameters.get("rope_type") != _BATCH_DEPENDENT_ROPE

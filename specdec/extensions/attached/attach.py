@@ -22,12 +22,12 @@ from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.extensions.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
 from specdec.extensions.attached.manager import Manager
 from specdec.model import SpeculativeModel
-from specdec.values import short
+from specdec.values import Options, short
 
 _PLACE = "_specdec_attachment"
 _METHODS = ("generate", "generate_batch", "init_continuous_batching")
 _lock = threading.RLock()
-_replaced: dict[type, tuple[dict[str, Any], weakref.WeakSet[Attachment]]] = {}
+_replaced: dict[type, tuple[Options, weakref.WeakSet[Attachment]]] = {}
 """Of each class whose methods are replaced: what it had itself, and its attachments."""
 
 
@@ -45,7 +45,7 @@ class Attachment:
         fallback: whether what is not served runs as transformers does.
     """
 
-    def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: dict[str, Any]) -> None:
+    def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: Options) -> None:
         """Raises as `wrapped`."""
         self.model = wrapped(hf_model, draft, options)
         self.fallback = fallback
@@ -71,8 +71,7 @@ class Attachment:
     @staticmethod
     def of(model: PreTrainedModel) -> Attachment | None:
         """The attachment of a model; None where it has none."""
-        found: Attachment | None = vars(model).get(_PLACE)
-        return found
+        return vars(model).get(_PLACE)
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +88,7 @@ class Attachment:
         return (_nothing, ())
 
     @torch.no_grad()
-    def _generate(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _generate(self, original: Callable[..., Any], given: tuple[Any, ...], named: Options) -> Any:
         """The call of the model's own `generate` with these arguments. original: the model's own.
 
         Raises:
@@ -102,7 +101,7 @@ class Attachment:
         return original(*given, **named) if started is None else started.result()
 
     @torch.no_grad()
-    def _generate_batch(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _generate_batch(self, original: Callable[..., Any], given: tuple[Any, ...], named: Options) -> Any:
         """The model's own `generate_batch`, over a `Manager` unless a prompt or the config is not served."""
         arguments = inspect.signature(original).bind(*given, **named).arguments
         config = arguments.get("generation_config") or self.hf_model.generation_config
@@ -118,9 +117,7 @@ class Attachment:
         finally:
             _own_path.reset(token)
 
-    def _init_continuous_batching(
-        self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
+    def _init_continuous_batching(self, original: Callable[..., Any], given: tuple[Any, ...], named: Options) -> Any:
         """A manager with the interface of transformers' own, or that itself."""
         arguments = _bound(original, given, named)
         config, options = arguments["generation_config"], arguments.get("continuous_batching_config")
@@ -137,12 +134,12 @@ class Attachment:
                 raise
         return None
 
-    def _is_another_way(self, named: dict[str, Any]) -> bool:
+    def _is_another_way(self, named: Options) -> bool:
         """Whether the model's own path is the call's: another way of decoding, or an adapter of peft's for each row."""
         another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
         return another or has_adapter_for_each_row(self.hf_model)
 
-    def _asked(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Asked:
+    def _asked(self, original: Callable[..., Any], given: tuple[Any, ...], named: Options) -> Asked:
         """Prepare the arguments with the model's own methods.
 
         Raises:
@@ -280,7 +277,7 @@ class NoTokenizer:
         return ""
 
 
-def wrapped(hf_model: Any, draft: Any, options: dict[str, Any]) -> SpeculativeModel:
+def wrapped(hf_model: Any, draft: Any, options: Options) -> SpeculativeModel:
     """What runs calls of a transformers model, or of a PeftModel's inner one.
 
     Raises as `SpeculativeModel.from_pretrained`.
@@ -296,7 +293,7 @@ def _nothing() -> None:
     """What copies of a model have where it has an attachment."""
 
 
-def _bound(original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+def _bound(original: Callable[..., Any], given: tuple[Any, ...], named: Options) -> Options:
     """Arguments of a call by name, defaults filled in. Raises TypeError as the call would."""
     bound = inspect.signature(original).bind(*given, **named)
     bound.apply_defaults()

@@ -30,6 +30,7 @@ from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine
 from specdec.extensions.parallel.messages import Key, Reply
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.workers import WorkersChannel as Channel
+from specdec.values import Options
 from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0
@@ -149,7 +150,7 @@ def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
 class RanksLink(Link):
     """A `Link` of a model with several ranks, on rank 0."""
 
-    def _others(self, transport: str | Transport, options: Mapping[str, Any]) -> tuple[RankTable, ...]:
+    def _others(self, transport: str | Transport, options: Options) -> tuple[RankTable, ...]:
         assert isinstance(transport, str)
         try:
             others = open_on_other_ranks(self._model, transport, dict(options), self._engine_name)
@@ -164,7 +165,7 @@ class RanksLink(Link):
         return RanksRead(self._model, handoff, number, deadline, partial(self._end.read, own))
 
 
-def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], engine: str) -> tuple[RankTable, ...]:
+def open_on_other_ranks(model: Any, transport: str, options: Options, engine: str) -> tuple[RankTable, ...]:
     """Make the other ranks open a transport; returns their tables. Called on rank 0 between two rounds.
 
     Raises:
@@ -253,7 +254,7 @@ class FollowedTransfers:
     fail: Callable[[BaseException], None]
     end: RankEnd | None = None
 
-    def open(self, key: Key, transport: str, options: dict[str, Any], engine: str, secret: bytes) -> None:
+    def open(self, key: Key, transport: str, options: Options, engine: str, secret: bytes) -> None:
         """Let others read this rank's pages, under the engine's name and secret; the answer has this rank's table."""
         self.close()
         try:

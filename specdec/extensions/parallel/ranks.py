@@ -107,8 +107,7 @@ class Ranks(Group):
         return self.collectives.least(values)
 
     def gather(self, rows: list[list[int]]) -> list[list[list[int]]]:
-        found: list[list[list[int]]] = self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
-        return found
+        return self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
 
     def copies(self, name: str) -> int:
         if self.part is None or name in self.part.divided:
