@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,15 +125,8 @@ def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
     """What its config.json says."""
     folder = open_folder(path)
     fields = tuple(ResolvedField(name, folder.config[name], name) for name in _FIELDS if name in folder.config)
-    count = sum(_size(tensor.shape) for tensor in folder.tensors.values())
+    count = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     return HeadReport(folder.path, Layout.CAUSAL_LM.value, fields, count)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def named_target(config: Config) -> str | None:

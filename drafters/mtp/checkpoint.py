@@ -58,9 +58,8 @@ def load_mtp(
         HeadLoadError: the checkpoint has no module, tensors are missing, unknown, of another shape or not finite, or
             its embedding or lm_head differs from the target's.
     """
-    folder = open_folder(path)
-    form = _format_of(folder).of(target.config)
-    modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
+    folder, form, modules = _opened(path, target)
+    how = convention or MtpConvention()
     try:
         return tuple(
             _load_module(folder, form, m, names, target, dtype, device, how) for m, names in enumerate(modules)
@@ -75,9 +74,8 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
     Raises:
         HeadLoadError: the checkpoint has no module.
     """
-    folder = open_folder(path)
-    form = _format_of(folder).of(target.config)
-    modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
+    folder, form, modules = _opened(path, target)
+    how = convention or MtpConvention()
     fields = [ResolvedField("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, form, names, f"module {m}: " if len(modules) > 1 else "")
@@ -181,6 +179,13 @@ def _format_of(folder: CheckpointFolder) -> MtpFormat:
         f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
         "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
     )
+
+
+def _opened(path: str | Path, target: MtpTarget) -> tuple[CheckpointFolder, MtpFormat, list[dict[str, str]]]:
+    """A checkpoint, its format, and its modules' tensors, see `_modules`. Raises HeadLoadError: it has none."""
+    folder = open_folder(path)
+    form = _format_of(folder).of(target.config)
+    return folder, form, _modules(folder, form, target.num_layers)
 
 
 def _modules(folder: CheckpointFolder, form: MtpFormat, num_layers: int) -> list[dict[str, str]]:
