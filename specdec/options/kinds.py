@@ -28,6 +28,9 @@ class Kind:
         return word
 
 
+OrAuto = bool | Literal["auto"]
+
+
 @dataclass(frozen=True)
 class Whole(Kind):
     """A whole number from `least` to `most`."""
@@ -55,7 +58,7 @@ class Flag(Kind):
 class Switch(Kind):
     """True, False or "auto"; as a word yes, no or auto."""
 
-    def read(self, name: str, value: Any) -> bool | Literal["auto"]:
+    def read(self, name: str, value: Any) -> OrAuto:
         """See `Kind.read`. Raises InvalidInputError: it is none of the three."""
         if isinstance(value, str) and value == "auto":
             return "auto"
