@@ -23,6 +23,7 @@ from attention.recurrence.states import (
     moved_shape,
     tensors_of,
 )
+from attention.staging import Arrays
 
 
 class Recur(Protocol):
@@ -184,5 +185,5 @@ class StateSection(ExtraSection):
         most = {"max_query_len": metadata.max_query_len, "max_replay": own.max_replay}
         return self.arrays.of(views, StateRows, query_start_loc=metadata.query_start_loc, **most)
 
-    def buffers(self, host: Mapping[str, np.ndarray]) -> StateIndex:
+    def buffers(self, host: Arrays) -> StateIndex:
         return self.arrays.of(host, StateIndex, most_replayed=self._most_replayed)

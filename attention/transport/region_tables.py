@@ -31,7 +31,7 @@ from torch import Tensor
 
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.cached import cached_property
-from attention.errors import HandoffMismatchError
+from attention.errors import HandoffMismatchError, named_error
 
 JsonObject = Mapping[str, Any]
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
@@ -135,7 +135,7 @@ class EngineTable:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, HandoffMismatchError):
                 raise
-            raise HandoffMismatchError(f"this is no region table: {type(error).__name__}: {error}") from error
+            raise HandoffMismatchError(f"this is no region table: {named_error(error)}") from error
 
 
 def _rank_of(given: JsonObject) -> RankTable:

@@ -326,7 +326,7 @@ def filled(head: H, weights: StateDict) -> H:
     Raises:
         HeadLoadError: tensors with NaN or infinity, all named (exporters leave unloaded weights as NaN).
     """
-    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    broken = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
     head.load_state_dict(weights, assign=True)

@@ -163,8 +163,7 @@ def segments(tokenizer: Any, completion: Any) -> tuple[tuple[str, str], ...]:
         accepted = min(record.accepted, record.emitted)
         pieces.append((ACCEPTED, _piece(tokenizer, ids[:place], ids[place : place + accepted])))
         place += accepted
-        if record.accepted < record.drafted:
-            pieces.append((REJECTED, _piece(tokenizer, ids[:place], list(drafts[record.accepted :]))))
+        pieces.append((REJECTED, _piece(tokenizer, ids[:place], list(drafts[record.accepted :]))))
         own = record.emitted - accepted
         pieces.append((TARGET, _piece(tokenizer, ids[:place], ids[place : place + own])))
         place += own

@@ -11,19 +11,19 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import click
 
-from attention.errors import manual
+from attention.errors import manual, named_error
 from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
-from specdec.import_names import ROOT, check_sibling, other_distribution
+from specdec.import_names import ROOT, check_sibling, other_distribution, version_of
 from specdec.user_warnings import busy_cores
-from specdec.values import Json
+from specdec.values import Json, size
 
 _PACKAGES = (
     "torch",
@@ -65,12 +65,12 @@ def examined() -> Json:
     device = device_facts()
     return {
         "specdec": {
-            "version": _version(DISTRIBUTION),
+            "version": version_of(DISTRIBUTION),
             "folder": _short(ROOT),
             "docs and examples": _short(manual() or ROOT),
         },
         "system": system_facts(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "device": device,
         "extras": {name: extra_facts(name, needed) for name, needed in extras.items()},
         "caches": cache_facts(),
@@ -117,7 +117,7 @@ def unmet(needed: list[str]) -> list[str]:
         requirement = Requirement(text)
         if requirement.name == DISTRIBUTION or (requirement.marker is not None and not requirement.marker.evaluate()):
             continue
-        found = _version(requirement.name)
+        found = version_of(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             missing.append(f"{requirement.name}{requirement.specifier}")
     return missing
@@ -156,7 +156,7 @@ def system_facts() -> Json:
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        facts["memory"] = _size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        facts["memory"] = size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return facts
 
 
@@ -165,12 +165,12 @@ def device_facts() -> Json:
     try:
         import torch
     except Exception as error:
-        return {"error": f"torch cannot be imported: {type(error).__name__}: {error}"}
+        return {"error": f"torch cannot be imported: {named_error(error)}"}
     facts: Json = {"torch built for": _built_for(torch), "CPU threads": torch.get_num_threads(), "GPUs": []}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
-            facts["GPUs"].append(f"{found.name}, {_size(found.total_memory)}, compute {found.major}.{found.minor}")
+            facts["GPUs"].append(f"{found.name}, {size(found.total_memory)}, compute {found.major}.{found.minor}")
     return facts
 
 
@@ -186,7 +186,7 @@ def hints(device: Json) -> list[str]:
         built, busy = device.get("torch built for", ""), busy_cores(device.get("CPU threads", 1))
         text = "; torch is built for CUDA and would use one" if built.startswith("CUDA") else ""
         return [f"no GPU: the torch backend serves on the CPU{text}", *filter(None, [busy])]
-    if _version("flashinfer-python") is None and str(device["torch built for"]).startswith("CUDA"):
+    if version_of("flashinfer-python") is None and str(device["torch built for"]).startswith("CUDA"):
         return [f'FlashInfer is missing: rounds are slower without it; pip install "{DISTRIBUTION}[cuda]"']
     return []
 
@@ -229,7 +229,7 @@ def _held(folder: Path | None) -> str:
                 total += os.lstat(os.path.join(parent, name)).st_size
             except OSError:  # deleted meanwhile
                 continue
-    return _size(total) if total else "empty"
+    return size(total) if total else "empty"
 
 
 def in_lines(facts: Json) -> list[str]:
@@ -254,25 +254,6 @@ def _word(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(value) or "none"
     return "not installed" if value is None else str(value)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one.
-
-    >>> _size(1536), _size(3 << 30)
-    ('1.5 KiB', '3 GiB')
-    """
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if num_bytes >= 2**shift:
-            return f"{num_bytes / 2**shift:.3g} {unit}"
-    return f"{num_bytes / 2**10:.3g} KiB"
 
 
 def _short(path: str | Path) -> str:

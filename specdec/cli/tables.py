@@ -12,7 +12,7 @@ from rich.table import Table
 from drafters.checkpoints.config_fields import HeadReport
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, pool_requests
-from specdec.values import Json
+from specdec.values import Json, size
 
 if TYPE_CHECKING:
     from specdec.extensions.head_check.check import Agreement, Tried
@@ -93,14 +93,6 @@ def human(name: str, value: Any) -> str:
         text = str(value) if name == "seed" else f"{value:,}"
         return f"{text} ({_millions(value)})" if name == "parameters" else text
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def size(num_bytes: int) -> str:
-    """Bytes in the largest unit of which there is at least a tenth."""
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if num_bytes >= 0.1 * 2**shift:
-            return f"{num_bytes / 2**shift:.3g} {unit}"
-    return f"{num_bytes / 2**10:.3g} KiB"
 
 
 def _millions(count: int) -> str:

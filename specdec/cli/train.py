@@ -117,7 +117,7 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     _run(options, "mtp", {"module": resolve(source), "mtp_concat": mtp_concat, "mtp_feedback": mtp_feedback})
 
 
-def _run(options: Options, family: str, chosen: dict[str, Any]) -> None:
+def _run(options: Options, family: str, chosen: Options) -> None:
     """Let the target answer, then train; whatever can be found wrong is found before the target answers."""
     from rich.console import Console
 

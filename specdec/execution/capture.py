@@ -11,10 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.padding import padding_known
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
-from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, passes_attend
+from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, Passes, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import compiler_settings
@@ -118,8 +117,8 @@ class EmptyRound:
     """
 
     target: DeviceRound
-    prefill: tuple[CommonAttentionMetadata, ...] = ()
-    steps: tuple[CommonAttentionMetadata, ...] = ()
+    prefill: Passes = ()
+    steps: Passes = ()
     carried: CarriedRows | None = None
 
 

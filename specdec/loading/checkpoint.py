@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
@@ -31,6 +30,7 @@ from drafters.checkpoints.tensor_files import (
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
 from specdec.loading.names import give_model, misspelt, resolve
 from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, QUANTO_MAP, Quantisation, check_quantisation
+from specdec.options.kinds import OrAuto
 from specdec.values import Options, short
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -118,9 +118,6 @@ _LAYER_COUNTS = frozenset(
 _MOST_LAYERS = 1024
 """Eight times the layers of the deepest models. transformers makes all modules before it looks at any weight."""
 
-Merge = bool | Literal["auto"]
-"""See the load option merge_adapter."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -179,7 +176,7 @@ class Adapter:
     checkpoint: Checkpoint
     kind: str
     base: str
-    merge: Merge
+    merge: OrAuto
 
     def __str__(self) -> str:
         trained = f", trained for {self.base}" if self.base else ""

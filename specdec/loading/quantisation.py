@@ -383,7 +383,7 @@ def _scaled_in(kind: torch.dtype, tensors: StateDict) -> StateDict:
         if name.endswith(_SCALES) and tensor.is_floating_point():
             cast[name] = tensor.to(kind)
             lost = (cast[name] == 0) & (tensor != 0)
-            if bool(lost.any()) or not bool(cast[name].isfinite().all()):
+            if lost.any() or not cast[name].isfinite().all():
                 raise ModelLoadError(
                     f"dtype={str(kind).removeprefix('torch.')} cannot hold the scales {name} (largest "
                     f"{float(tensor.abs().max()):.3g}, in {str(tensor.dtype).removeprefix('torch.')}); "

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.values import Json, Options, flag, short
 
@@ -116,7 +117,7 @@ def _read_call(call: Any) -> Json:
     except (LookupError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"messages: tool call {short(call)}: a function with a name, and arguments that are a JSON object, is "
-            f"needed ({type(error).__name__}: {error})"
+            f"needed ({named_error(error)})"
         ) from None
     return {**call, "function": function}
 
@@ -162,7 +163,7 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
             raise InvalidInputError(f"chat message {odd[0]} is not valid Unicode: half a surrogate pair") from error
         raise InvalidInputError(
             f"the chat template refuses these {len(messages)} messages "
-            f"({type(error).__name__}: {error}); change the messages, or give text"
+            f"({named_error(error)}); change the messages, or give text"
         ) from error
 
 

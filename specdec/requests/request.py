@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from attention.errors import named_error
 from specdec.errors import ModelChangedError, RequestFailedError, SpecdecError
 from specdec.interrupts import raised_again, raised_twice
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
@@ -366,7 +367,7 @@ class Call:
 
 def request_failed(error: Exception, source: str) -> RequestFailedError:
     """The error of a request that ended because its `source` raised."""
-    failed = RequestFailedError(f"a request was ended because {source} raised {type(error).__name__}: {error}")
+    failed = RequestFailedError(f"a request was ended because {source} raised {named_error(error)}")
     failed.__cause__ = error
     return failed
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
@@ -200,7 +201,7 @@ class RequestProcessors:
             try:
                 first = copy.deepcopy(first)
             except Exception as error:
-                self.not_copied = f"a logits processor cannot be copied ({type(error).__name__}: {error})"
+                self.not_copied = f"a logits processor cannot be copied ({named_error(error)})"
         self._first = State(first)
         self._after: dict[int, State] = {}
         self._left: dict[int, _Left] = {}
@@ -354,7 +355,7 @@ def named(error: BaseException) -> Exception:
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)) or is_from_outside(error):
         raise error
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, Exception) else RuntimeError(named_error(error))
 
 
 def _is_pure(processor: Any) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import BatchSection, single_batch_arena, stage
+from attention.errors import named_error
 from attention.hf.model_specific import reads_indices
 from attention.hf.patches import attention_configs, attention_implementation
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
@@ -45,9 +46,7 @@ def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
     except (SpecdecError, torch.OutOfMemoryError):
         raise
     except UNNAMED_ERRORS as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} fails when {tried}: {type(error).__name__}: {error}"
-        ) from error
+        raise UnsupportedModelError(f"{type(model).__name__} fails when {tried}: {named_error(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.errors import named_error
 from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
 from attention.hf.probe import AttentionCall, probe
 from attention.hf.weights import has_quantised
@@ -137,7 +138,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             ) from error
         raise UnsupportedModelError(
             f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
-            f"and no mask its forward raises {type(error).__name__}: {error}"
+            f"and no mask its forward raises {named_error(error)}"
         ) from error
     calls, recurrent = found.calls, found.recurrent_calls
     if not recurrent:
@@ -198,7 +199,7 @@ def _check_reads_text(model: PreTrainedModel) -> None:
         )
         reason = "'s own forward fails on text" if text_alone else " does not read text alone"
         raise UnsupportedModelError(
-            f"{type(model).__name__}{reason}: on four tokens it raises {type(error).__name__}: {error}"
+            f"{type(model).__name__}{reason}: on four tokens it raises {named_error(error)}"
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from attention.errors import named_error
 from specdec.engine.feeding import Feeding
 from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
@@ -224,7 +225,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
 
 def error_text(error: SpecdecError) -> str:
     """An error as answers record it."""
-    return str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _Refused) else named_error(error)
 
 
 def records(model: SpeculativeModel, lines: Iterable[Line], asking: TaskDefaults) -> Iterator[Record]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import InputFacts, Line, lines_of, look_through
 from specdec.extensions.batches.records import Record, row_number
@@ -126,7 +127,7 @@ class Output(KeptLines):
             self.done[number] = 1
         except (ValueError, LookupError, TypeError) as error:
             raise InvalidInputError(
-                f"{place}: no answer of this batch ({type(error).__name__}: {error}); remove the line, or {self.remedy}"
+                f"{place}: no answer of this batch ({named_error(error)}); remove the line, or {self.remedy}"
             ) from error
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed, tools_of, with_tools
@@ -88,7 +89,7 @@ def _task(number: int, read: Callable[[], Json], make: _Make, asking: TaskDefaul
         task = replace(task, key=key_of(row))
         return make(task, row, asking)
     except InvalidInputError as error:
-        return replace(task, error=f"{type(error).__name__}: {error}")
+        return replace(task, error=named_error(error))
 
 
 def _of_line(task: Task, row: Json, asking: TaskDefaults) -> Task:

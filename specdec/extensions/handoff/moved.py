@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.errors import HandoffMismatchError
+from attention.errors import HandoffMismatchError, named_error
 from attention.transport.region_tables import VERSION, EngineTable
 from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
@@ -251,7 +251,7 @@ class Handoff:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, HandoffMismatchError):
                 raise
-            raise HandoffMismatchError(f"this is no handoff: {type(error).__name__}: {error}") from error
+            raise HandoffMismatchError(f"this is no handoff: {named_error(error)}") from error
 
 
 def _moved(given: Json) -> MovedRequest:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attention.errors import OutOfPagesError
+from attention.errors import OutOfPagesError, named_error
 from attention.transport.region_tables import EngineTable, RankTable
 from attention.transport.transports import Read, ReadPlan, Transport
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
@@ -262,7 +262,7 @@ class FollowedTransfers:
             held = moving_requests(self.model.engine, FollowingRequests).held
             self.end = RankEnd(self.model, held, TRANSPORTS[transport](**own), engine)
         except SpecdecError as error:
-            self.say(Reply(key, error=f"{type(error).__name__}: {error}"))
+            self.say(Reply(key, error=named_error(error)))
             return
         held.secret = secret
         self.say(Reply(key, self.end.table))
@@ -298,7 +298,7 @@ class FollowedTransfers:
             read = end.read(end.read_plan(handoff, pages))
             read.wait(deadline)
         except SpecdecError as error:
-            text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, TransferError) else named_error(error)
             settled = read is None or read.settled
             answer = Reply(key, error=text, late=isinstance(error, TransferTimeoutError), settled=settled)
             self.say(answer)
