@@ -94,7 +94,7 @@ def layout_of(path: str | Path) -> Layout:
 def layout_of_folder(folder: CheckpointFolder) -> Layout:
     """The family of a checkpoint that is open."""
     names = strip_prefixes(folder.tensors)
-    return detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
+    return detect(folder.config, folder.shapes(names))
 
 
 def detect_by_config(config: Config) -> Layout | None:

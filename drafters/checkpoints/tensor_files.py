@@ -7,7 +7,7 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
@@ -178,6 +178,10 @@ class CheckpointFolder:
     config: Json
     tensors: dict[str, TensorInfo]
 
+    def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of tensors by other names; names: these -> names in the files."""
+        return {name: self.tensors[full].shape for name, full in names.items()}
+
     def load(self, names: Iterable[str]) -> StateDict:
         """Load tensors on CPU in their stored dtype; every file is opened once.
 
@@ -331,6 +335,13 @@ def filled(head: H, weights: StateDict) -> H:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
     head.load_state_dict(weights, assign=True)
     return head.eval().requires_grad_(False)
+
+
+def write_folder(folder: Path, config: Json, tensors: StateDict) -> Path:
+    """Write config.json and the tensors of a checkpoint; returns the folder. tensors: see `write_tensors`."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(folder, tensors)
+    return folder
 
 
 def write_tensors(folder: Path, tensors: StateDict) -> None:

@@ -102,14 +102,14 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return int(self.tokenizer.eos_token_id)
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         given, bos = self._prefix_token_id, self.tokenizer.bos_token_id
         if given is not None:
             return given
-        return self.eot_token_id if bos is None else int(bos)
+        return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:

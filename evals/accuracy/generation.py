@@ -83,7 +83,7 @@ class Generation:
 
     def answer(self, text: str) -> str:
         """The text that lm-eval judges: up to the first stop string."""
-        return str(postprocess_generated_text(text, list(self.until), None))
+        return postprocess_generated_text(text, list(self.until), None)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class RayExecutor:
 
         try:
             with _named_failures():
-                return list(ray.get(references, timeout=_START_S))
+                return ray.get(references, timeout=_START_S)
         except (RayActorError, GetTimeoutError) as error:
             raise WorkerError(f"a worker did not start: {error}") from error
 

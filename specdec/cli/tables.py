@@ -122,9 +122,12 @@ def fit_lines(facts: Json) -> list[str]:
 
 
 def make_console() -> Console:
-    """The console of a long table: as wide as the terminal; in a file or pipe wide enough that nothing is folded."""
-    console = Console()
-    return console if console.is_terminal else Console(width=140)
+    """The console of a long table: as wide as the terminal; in a file or pipe wide enough that nothing is folded.
+
+    Numbers in its lines have no colour of their own.
+    """
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=140, highlight=False)
 
 
 _NOTES = {

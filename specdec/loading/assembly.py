@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from attention.backends.base import AttentionBackend
-from attention.backends.building import Build
+from attention.backends.building import Builds
 from attention.backends.kinds import CascadeBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.groups import runner_of
@@ -234,6 +234,6 @@ def dismantle(model: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def builds_of(runners: Iterable[GroupRunner]) -> tuple[Build, ...]:
+def builds_of(runners: Iterable[GroupRunner]) -> Builds:
     """Attention kernels of these runners that were built or loaded in the background."""
     return tuple(dict.fromkeys(build for runner in runners for build in runner.builds))

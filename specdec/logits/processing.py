@@ -136,7 +136,7 @@ class LogitsRows:
 
     def some(self, index: Sequence[int]) -> LogitsRows:
         """Some of them, in this order."""
-        at = on_device(np.array(index, np.int64), self.prefixes.ids.device)
+        at = _indices(index, self._device)
         return LogitsRows(tuple(self.subjects[n] for n in index), self.lens[list(index)], self.prefixes.rows(at))
 
     def floats(self, name: str) -> Tensor:
@@ -164,7 +164,7 @@ def process(scores: Tensor, rows: LogitsRows) -> None:
         if len(index) == len(rows.subjects):
             apply(scores, rows, own)
             continue
-        at = on_device(np.array(index, np.int64), scores.device)
+        at = _indices(index, scores.device)
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
@@ -180,6 +180,10 @@ def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
 
 
+def _indices(values: Sequence[object], device: torch.device) -> Tensor:
+    return on_device(np.array(values, np.int64), device)
+
+
 def _write(scores: Tensor, places: Iterable[tuple[int, int]], value: float) -> None:
     """Set scores of (row, token) to a value; tokens beyond V are left out."""
     own = np.array([(n, token) for n, token in places if token < scores.shape[1] - 1], np.int64).reshape(-1, 2)
@@ -189,8 +193,7 @@ def _write(scores: Tensor, places: Iterable[tuple[int, int]], value: float) -> N
 
 
 def _ids(ids: Iterable[int], scores: Tensor) -> Tensor:
-    kept = np.array([i for i in ids if i < scores.shape[1] - 1], np.int64)
-    return on_device(kept, scores.device)
+    return _indices([i for i in ids if i < scores.shape[1] - 1], scores.device)
 
 
 def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: Biases) -> None:
@@ -203,7 +206,7 @@ def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: Biases) -> None:
 
 def _logit_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[int, float], ...]) -> None:
     known = [(token, bias) for token, bias in biases if token < scores.shape[1] - 1]
-    at = on_device(np.array([token for token, _ in known], np.int64), scores.device)
+    at = _indices([token for token, _ in known], scores.device)
     scores[:, at] += on_device(np.array([bias for _, bias in known], np.float32), scores.device)
 
 
@@ -247,7 +250,7 @@ def _forced_last(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
 
 def _force(scores: Tensor, rows: list[int], tokens: TokenIds) -> None:
     if rows:
-        scores[on_device(np.array(rows, np.int64), scores.device), :-1] = _NEVER
+        scores[_indices(rows, scores.device), :-1] = _NEVER
         # 0: every other score is -inf, so a single forced token has probability 1 after any filter and temperature.
         _write(scores, ((n, token) for n in rows for token in tokens), 0.0)
 
@@ -263,7 +266,7 @@ def _decay(scores: Tensor, rows: LogitsRows, decay: tuple[int, float]) -> None:
     with np.errstate(over="ignore"):  # infinite, where Python's own ** raises
         growth = np.array([np.float64(factor) ** more - 1 for *_, more in late], np.float64).astype(np.float32)
     if late:
-        at = on_device(np.array([(n, end) for n, end, _ in late], np.int64), scores.device)
+        at = _indices([(n, end) for n, end, _ in late], scores.device)
         grown = on_device(growth, scores.device)
         own = scores[at[:, 0], at[:, 1]]
         added = (own.abs() * grown).masked_fill(~own.isfinite(), 0.0)

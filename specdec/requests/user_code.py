@@ -333,16 +333,17 @@ class RequestCriteria:
         return torch.cuda.stream(self._stream)
 
 
+@dataclass(frozen=True, eq=False)
 class Constrained:
     """The processor of a `prefix_allowed_tokens_fn`, for the request at this place of its call."""
 
-    def __init__(self, function: PrefixFunction, batch_id: int) -> None:
-        self.function, self._batch_id = function, batch_id
+    function: PrefixFunction
+    batch_id: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        allowed = self.function(self._batch_id, input_ids[0])
+        allowed = self.function(self.batch_id, input_ids[0])
         if not len(allowed):
-            raise ValueError(f"it allows no token for batch_id {self._batch_id} after {input_ids.shape[1]} tokens")
+            raise ValueError(f"it allows no token for batch_id {self.batch_id} after {input_ids.shape[1]} tokens")
         kept = torch.full_like(scores, float("-inf"))
         kept[:, allowed] = scores[:, allowed]
         return kept

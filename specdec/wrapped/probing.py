@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from attention.errors import named_error
 from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
-from attention.hf.probe import AttentionCall, probe
+from attention.hf.probe import Calls, probe
 from attention.hf.weights import has_quantised
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 
@@ -41,7 +41,7 @@ class TargetProbe:
     """
 
     model: PreTrainedModel
-    calls: tuple[AttentionCall, ...]
+    calls: Calls
     layers: torch.nn.ModuleList
     vocab_size: int
     selects_rows: bool
@@ -209,7 +209,7 @@ def _knows_the_interface(model: PreTrainedModel) -> bool:
     return any(_INTERFACE in vars(file) for file in files if file is not None)
 
 
-def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+def _check_attention_alone(model: PreTrainedModel, calls: Calls) -> None:
     """Refuse a model without recurrent calls in which anything but served attention may mix tokens.
 
     A hybrid class whose configuration has attention layers only is a plain model.
@@ -239,9 +239,7 @@ def _likely_reason(model: PreTrainedModel) -> str:
     return f" (attention biased by distance: alibi={alibi} in its configuration)" if alibi else ""
 
 
-def _decoder_layers(
-    model: PreTrainedModel, calls: tuple[AttentionCall, ...], recurrent: tuple[RecurrentCall, ...]
-) -> torch.nn.ModuleList:
+def _decoder_layers(model: PreTrainedModel, calls: Calls, recurrent: tuple[RecurrentCall, ...]) -> torch.nn.ModuleList:
     """The layers that hold the attention modules in order, each as many (LongCat-Flash: two); of a model with recurrent
     ones, a layer may have any number of these and of attention modules, or none."""
     mixers = {*(call.module for call in calls), *(call.module for call in recurrent)}

@@ -209,7 +209,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _of_config(criterion: Any, config: GenerationConfig) -> bool:
     """Whether a criterion repeats the config."""
     if isinstance(criterion, MaxLengthCriteria):
-        return bool(criterion.max_length >= (config.max_length or 0))
+        return criterion.max_length >= (config.max_length or 0)
     if isinstance(criterion, MaxTimeCriteria):
-        return bool(criterion.max_time == config.max_time)
+        return criterion.max_time == config.max_time
     return isinstance(criterion, EosTokenCriteria)
