@@ -71,3 +71,12 @@ class StaleMetadataError(SpecdecError):
 
 class InvariantError(SpecdecError, AssertionError):
     """An internal invariant does not hold (only checked under SPECDEC_CHECK=1). Always a bug in specdec."""
+
+
+def named_error(error: BaseException) -> str:
+    """An error's class and message.
+
+    >>> named_error(KeyError("rows"))
+    "KeyError: 'rows'"
+    """
+    return f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.base import AttentionBackend
-from attention.backends.building import Build
+from attention.backends.building import Builds
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError
@@ -116,7 +116,7 @@ class GroupedRunner:
         return self.runners[0].batch_invariant
 
     @property
-    def builds(self) -> tuple[Build, ...]:
+    def builds(self) -> Builds:
         """The groups' kernels that are built in the background."""
         return tuple(dict.fromkeys(build for runner in self.runners for build in runner.builds))
 

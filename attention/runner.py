@@ -17,7 +17,7 @@ from attention.backends.base import (
     FixedMetadataBuilder,
     GraphBackend,
 )
-from attention.backends.building import Build
+from attention.backends.building import Builds
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
@@ -58,46 +58,40 @@ def _planned(
     return PlannedBatch(metadata, {key: builder.build(rows[key]) for key, builder in builders.items()}, rows)
 
 
+@dataclass(eq=False)
 class FixedPlanner:
-    """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds."""
+    """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds.
 
-    def __init__(
-        self,
-        builders: dict[AttentionSpec, FixedMetadataBuilder],
-        num_pages: int,
-        local: Mapping[int, FixedLocalRows],
-        others: tuple[FixedPlanner, ...],
-    ) -> None:
-        """num_pages: size of the pool. local: by chunk size, the virtual rows of layers with chunked attention.
+    num_pages: size of the pool. local: by chunk size, the virtual rows of layers with chunked attention. others:
+    planners of the further cache groups, whose batches come with those of the first.
+    """
 
-        others: planners of the further cache groups, whose batches come with those of the first.
-        """
-        self._builders = builders
-        self._others = others
-        self._num_pages = num_pages
-        self._local = local
+    builders: dict[AttentionSpec, FixedMetadataBuilder]
+    num_pages: int
+    local: Mapping[int, FixedLocalRows]
+    others: tuple[FixedPlanner, ...]
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch of the fixed shape. Raises InvariantError, in check mode, for a page that is not in the pool."""
         if CHECKS.on:
-            metadata.host.validate_pages(self._num_pages)
-        in_chunks = {size: local.metadata(metadata) for size, local in self._local.items()}
-        others = zip(self._others, metadata.other_groups, strict=bool(self._others))
+            metadata.host.validate_pages(self.num_pages)
+        in_chunks = {size: rows.metadata(metadata) for size, rows in self.local.items()}
+        others = zip(self.others, metadata.other_groups, strict=bool(self.others))
         planned = tuple(planner.plan(own) for planner, own in others)
-        return replace(_planned(metadata, self._builders, in_chunks), others=planned)
+        return replace(_planned(metadata, self.builders, in_chunks), others=planned)
 
     def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
         """The builder of a key, or None."""
-        return self._builders.get(key)
+        return self.builders.get(key)
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of this shape whose device arrays have the addresses of the last `plan`'s."""
         if CHECKS.on:
-            host.validate_pages(self._num_pages)
-        for planner, own in zip(self._others, host.other_groups, strict=bool(self._others)):
+            host.validate_pages(self.num_pages)
+        for planner, own in zip(self.others, host.other_groups, strict=bool(self.others)):
             planner.replan(own)
-        in_chunks = {size: local.send(host)[0] for size, local in self._local.items()}
-        for key, builder in self._builders.items():
+        in_chunks = {size: rows.send(host)[0] for size, rows in self.local.items()}
+        for key, builder in self.builders.items():
             builder.replan(host if key.chunk_size is None else in_chunks[key.chunk_size])
 
 
@@ -170,7 +164,7 @@ class GroupRunner:
         return PlannedBatch(metadata, None)
 
     @property
-    def builds(self) -> tuple[Build, ...]:
+    def builds(self) -> Builds:
         """The group's kernels that are built in the background."""
         found = (builder.builds for builder in self._builders.values() if isinstance(builder, Building))
         return tuple(dict.fromkeys(build for builds in found for build in builds))

@@ -30,6 +30,8 @@ from attention.checking import CHECKS
 from attention.errors import InvalidInputError, StaleMetadataError
 
 A = TypeVar("A")
+Arrays = dict[str, np.ndarray]
+"""Arrays on the host, by the names of their fields."""
 S = TypeVar("S")
 _ARRAY = "array"
 _ALIGN = 64
@@ -66,8 +68,7 @@ def array_names(kind: type[Any]) -> tuple[str, ...]:
 
 def dtype_of(kind: type[Any], name: str) -> type[np.generic]:
     """The declared dtype of such a field."""
-    dtype: type[np.generic] = kind.__dataclass_fields__[name].metadata[_ARRAY][0]
-    return dtype
+    return kind.__dataclass_fields__[name].metadata[_ARRAY][0]
 
 
 class Section(Generic[S]):
@@ -92,7 +93,7 @@ class Section(Generic[S]):
         self._names = tuple((f.name, f"{name}.{f.name}") for f in declared)
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
 
-    def values(self, source: Any) -> dict[str, np.ndarray]:
+    def values(self, source: Any) -> Arrays:
         """Arrays by their names in the arena, from an object's attributes of these names, without None."""
         if source is None:
             return {}
@@ -198,7 +199,7 @@ class StagingArena:
         """Sends after which a view shows other data: 1 on CUDA (one device buffer), 2 on CPU (the ring)."""
         return 1 if self._on_cuda else _RING
 
-    def hosts(self, bucket: Bucket) -> list[Mapping[str, np.ndarray]]:
+    def hosts(self, bucket: Bucket) -> list[Arrays]:
         """Every host buffer's fields, whole."""
         return [self._place(bucket, slot).host for slot in range(_RING)]
 
@@ -207,7 +208,7 @@ class StagingArena:
         """Number of views in the cache."""
         return self._window.cache_info().currsize
 
-    def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:
+    def send(self, bucket: Bucket, arrays: Arrays) -> Staged:
         """Copy the arrays, by field name, to the device in one transfer; each fits in its field's capacity in `bucket`.
 
         Raises:
@@ -249,7 +250,7 @@ class _Place:
     host_bytes, remote_bytes: source and destination of one transfer (remote_bytes is None on CPU).
     """
 
-    host: Mapping[str, np.ndarray]
+    host: Arrays
     remote: Mapping[str, Tensor]
     host_bytes: Tensor
     remote_bytes: Tensor | None

@@ -38,6 +38,9 @@ class TargetFacts:
     model_type: str = ""
 
 
+LazyFacts = Callable[[], TargetFacts]
+
+
 @runtime_checkable
 class Head(Protocol):
     """A draft head: an nn.Module with its checkpoint's parameter names. Holds no cache and no state between calls."""

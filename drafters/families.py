@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints.config_fields import Config, HeadReport
+from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout, layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from drafters.base import Head, OtherReading, Recipe, TargetFacts
+    from drafters.base import Head, LazyFacts, OtherReading, Recipe
 
 
 class FamilyCode(Protocol):
     """What a family's module defines. options: load options of this family that a user gave, by name."""
 
-    def load_head(
-        self, path: Any, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
-    ) -> Head:
+    def load_head(self, path: Any, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> Head:
         """Load a head for a target, in its dtype and on its device.
 
         path: its folder, a Path; a loaded model, too, for a family with `takes_models`.
@@ -35,7 +33,7 @@ class FamilyCode(Protocol):
             HeadLoadError, HeadMismatchError: the files are damaged, or of a head for another target.
         """
 
-    def describe_head(self, path: str, options: Mapping[str, Any]) -> HeadReport:
+    def describe_head(self, path: str, options: FamilyOptions) -> HeadReport:
         """Resolve a head by its own files, without a target. Raises InvalidInputError if they do not suffice."""
 
     def target_of(self, path: str | Path) -> str | None:
@@ -60,10 +58,10 @@ class FamilyCode(Protocol):
     def recipe(
         self,
         model: PreTrainedModel,
-        facts: Callable[[], TargetFacts],
+        facts: LazyFacts,
         longest: int,
         seed: int,
-        options: Mapping[str, Any],
+        options: FamilyOptions,
     ) -> Recipe[Any]:
         """How a head of this family is trained for a target. options: options of the command `specdec train FAMILY`."""
 

@@ -75,7 +75,7 @@ def check_offsets(d2t: Tensor, target_vocab_size: int) -> None:
     """
     _check_type(d2t)
     ids = ids_of(d2t)
-    if not bool((ids[1:] > ids[:-1]).all()):
+    if not (ids[1:] > ids[:-1]).all():
         first = int((ids[1:] <= ids[:-1]).nonzero()[0])
         raise InvalidInputError(
             f"the target ids i + d2t[i] must be strictly increasing, but draft ids {first} and {first + 1} "
@@ -90,7 +90,7 @@ def check_offsets(d2t: Tensor, target_vocab_size: int) -> None:
 
 def _looks_absolute(d2t: Tensor, target_vocab_size: int, t2d: Tensor | None) -> bool:
     """Whether the entries read better as target ids than as offsets (offsets of neighbouring ids are equal)."""
-    if not bool((d2t[1:] > d2t[:-1]).all()) or int(d2t[0]) < 0 or int(d2t[-1]) >= target_vocab_size:
+    if not (d2t[1:] > d2t[:-1]).all() or int(d2t[0]) < 0 or int(d2t[-1]) >= target_vocab_size:
         return False
     if t2d is not None:
         as_ids = torch.zeros_like(t2d, dtype=torch.bool)

@@ -73,7 +73,14 @@ def refuse_copy(model: object, protocol: object) -> NoReturn:
     )
 
 
-class RequestFailedError(SpecdecError):
+class _EndedError(SpecdecError):
+    """A request was ended by an error."""
+
+    index: int | None = None
+    completions: Mapping[int, Any] = MappingProxyType({})
+
+
+class RequestFailedError(_EndedError):
     """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`).
 
     Attributes:
@@ -81,19 +88,13 @@ class RequestFailedError(SpecdecError):
             `Stream.completions`, by place: those that did finish.
     """
 
-    index: int | None = None
-    completions: Mapping[int, Any] = MappingProxyType({})
 
-
-class RoundFailedError(SpecdecError):
+class RoundFailedError(_EndedError):
     """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended.
 
     Attributes:
         index, completions: see `RequestFailedError`.
     """
-
-    index: int | None = None
-    completions: Mapping[int, Any] = MappingProxyType({})
 
 
 ENDED = RequestFailedError, RoundFailedError

@@ -72,14 +72,21 @@ class _Renamed(Loader):
         module.__spec__ = self._spec  # the import system has just replaced it by that of the old name
 
 
+def version_of(distribution: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
 def other_distribution() -> str:
     """What is wrong where the distribution `specdec` of the package index is installed, too; "" where it is not.
 
     Its package and its command have our names, so whichever is installed last writes over the other's files.
     """
-    try:
-        found = version("specdec")
-    except PackageNotFoundError:
+    found = version_of("specdec")
+    if found is None:
         return ""
     return (
         f"another project's distribution named 'specdec' ({found}) is installed, and writes over files and the command "

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar, Self
@@ -20,6 +20,7 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from specdec.errors import InvalidInputError, OutputError, SpecdecError
 from specdec.user_warnings import warn_user
+from specdec.values import Json
 
 SYNC_S = 1.0
 """Seconds between two moments at which all that was written is on the disk. A killed process loses nothing of it
@@ -133,7 +134,7 @@ class KeptLines:
     lost: ClassVar[str]
 
     def __init__(
-        self, path: Path, lock: Path, settings: tuple[Path, Mapping[str, Any]] | None = None, shown: Path | None = None
+        self, path: Path, lock: Path, settings: tuple[Path, Json] | None = None, shown: Path | None = None
     ) -> None:
         """Read the lines, and cut off a last one without an end, with a warning.
 
@@ -189,7 +190,7 @@ class KeptLines:
         """Read a line that an earlier process wrote; place: its file and number."""
         raise NotImplementedError
 
-    def _check_settings(self, kept: Path, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, kept: Path, settings: Json) -> None:
         """Compare with those of the run, or keep these for a new one."""
         if not kept.is_file():
             write_atomically(kept, json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -18,6 +18,11 @@ from specdec.errors import InvalidInputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Json = dict[str, Any]
+"""A JSON object."""
+Options = dict[str, Any]
+"""Options by name, as a call or a file gives them."""
+TokenIds = tuple[int, ...]
 Reader = Callable[[str, Any], Any]
 """(name, value given) -> the value that is kept. Raises InvalidInputError, by name: a value that is not allowed."""
 _MOST_DIGITS = 10**40
@@ -41,6 +46,18 @@ class _Short(reprlib.Repr):
 
 short = _Short().repr
 """A value as a message shows it: `repr`, on one line, cut where it is long, whatever the value is."""
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the largest unit of which there is at least a tenth.
+
+    >>> size(1536), size(3 << 30)
+    ('1.5 KiB', '3 GiB')
+    """
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 0.1 * 2**shift:
+            return f"{num_bytes / 2**shift:.3g} {unit}"
+    return f"{num_bytes / 2**10:.3g} KiB"
 
 
 def refuse(name: str, value: object, allowed: str) -> InvalidInputError:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from attention.backends.building import Build
+    from attention.backends.building import Builds
     from attention.batch.host import HostBatch
     from attention.batch.metadata import CommonAttentionMetadata
     from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
@@ -31,7 +31,7 @@ class Building(Protocol):
     """A builder whose kernels are built in the background, from the moment it is made."""
 
     @property
-    def builds(self) -> tuple[Build, ...]:
+    def builds(self) -> Builds:
         """The kernels that are or were being built."""
 
 

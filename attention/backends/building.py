@@ -76,6 +76,7 @@ class Build:
         self._done.set()
 
 
+Builds = tuple[Build, ...]
 _builds: dict[Hashable, Build] = {}
 _lock = Lock()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
 from attention.checking import CHECKS, require
-from attention.staging import A, Bucket, Section, Staged, StagingArena, array, array_names, bucket_of
+from attention.staging import A, Arrays, Bucket, Section, Staged, StagingArena, array, array_names, bucket_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ExtraSection:
         self.arrays = Section[Any](kind, f"{name}.{own}", shared=shared)
         self.fields = self.arrays.fields
 
-    def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
+    def values(self, batch: HostBatch) -> Arrays:
         """The arrays of a batch's extra, by their names in the arena; {} if it has none."""
         own = batch.extra(self._kind)
         return {} if own is None else self.arrays.values(own)
@@ -111,7 +111,7 @@ class ExtraSection:
         """The extra of a batch on the device; None if the batch has none."""
         return None if metadata.host.extra(self._kind) is None else self.arrays.of(views)
 
-    def buffers(self, host: Mapping[str, np.ndarray]) -> Any:
+    def buffers(self, host: Arrays) -> Any:
         """The extra over one of the arena's host buffers, whole, for rounds that are written in place."""
         return self.arrays.of(host)
 
@@ -154,7 +154,7 @@ class BatchSection:
         """See `batch_sizes`."""
         return batch_sizes(self._name, rows, tokens, pages, entries, groups)
 
-    def values(self, batch: HostBatch) -> dict[str, np.ndarray]:
+    def values(self, batch: HostBatch) -> Arrays:
         """The arrays of a batch, by their names in the arena."""
         found = self._own.values(batch)
         for extra in self.extras:
@@ -178,11 +178,11 @@ class BatchSection:
         groups = zip(self._groups, batch.other_groups, strict=True)
         return replace(own, other_groups=tuple(on_pages(own, section, group, views) for section, group in groups))
 
-    def buffers(self, host: Mapping[str, np.ndarray]) -> BatchArrays[np.ndarray]:
+    def buffers(self, host: Arrays) -> BatchArrays[np.ndarray]:
         """One of the arena's host buffers as the arrays of a batch, whole, for rounds that are written in place."""
         return self._own.of(host)
 
-    def group_buffers(self, host: Mapping[str, np.ndarray]) -> tuple[BatchArrays[np.ndarray], ...]:
+    def group_buffers(self, host: Arrays) -> tuple[BatchArrays[np.ndarray], ...]:
         """The same batch with the buffers of each further cache group."""
         own = self.buffers(host)
         return tuple(replace(own, **vars(section.of(host))) for section in self._groups)

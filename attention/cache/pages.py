@@ -11,6 +11,7 @@ from attention.batch.host import offsets_within
 from attention.checking import CHECKS, require
 from attention.errors import InvalidInputError, OutOfPagesError
 
+Counts = Sequence[int] | np.ndarray
 NULL_PAGE = 0
 """Page 0 has no owner: padding rows write and read there. So kernels need no test for -1."""
 
@@ -199,8 +200,7 @@ class BlockTables:
 
     def pages_of(self, row: int) -> list[int]:
         """A row's pages, in the order of its tokens."""
-        pages: list[int] = self.table[row, : self._counts[row]].tolist()
-        return pages
+        return self.table[row, : self._counts[row]].tolist()
 
     def begin(self, row: int, pages: Sequence[int]) -> None:
         """Let a row without pages begin with these, which its allocator counts as held by it already."""
@@ -238,7 +238,7 @@ class BlockTables:
         self.allocator.claim(pages)
         self._detached.update(pages)
 
-    def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
+    def resize(self, rows: Counts, num_tokens: Counts) -> None:
         """Give each row exactly the pages that num_tokens[i] tokens need; the rest is returned.
 
         All or nothing: pages that lie beyond count as free for the other rows of the same call.
@@ -249,7 +249,7 @@ class BlockTables:
         """
         self._set(np.asarray(rows, np.int64), self._pages_of(num_tokens))
 
-    def extend(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
+    def extend(self, rows: Counts, num_tokens: Counts) -> None:
         """As `resize`, but a row keeps surplus pages."""
         owners = np.asarray(rows, np.int64)
         self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
@@ -269,7 +269,7 @@ class BlockTables:
         """The pages that a row holds."""
         return self.pages_of(row)
 
-    def _pages_of(self, num_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _pages_of(self, num_tokens: Counts) -> np.ndarray:
         return (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size
 
     def _set(self, rows: np.ndarray, wanted: np.ndarray) -> None:

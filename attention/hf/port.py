@@ -23,7 +23,7 @@ from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.hf.gate import guard, unguard
 from attention.hf.model_specific import dense_stand_ins, untuned
 from attention.hf.patches import Value, attention_configs, attention_implementation
-from attention.hf.probe import AttentionCall
+from attention.hf.probe import Calls
 from attention.hf.training_mode import evaluating, trainable_modules
 
 ATTENTION_NAME = "specdec"
@@ -37,7 +37,7 @@ _OUTSIDE = (
 class AttentionPort:
     """Connects a model's attention modules to specdec's attention during a specdec forward."""
 
-    def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...], borrowed: Iterable[Value] = ()) -> None:
+    def __init__(self, root: torch.nn.Module, calls: Calls, borrowed: Iterable[Value] = ()) -> None:
         """root: the module that the user calls, and whose submodules made `calls`. borrowed: further attribute values
         for the duration of a specdec forward."""
         self._hooks, self._trainable = guard(root), trainable_modules(root)

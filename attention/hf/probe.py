@@ -58,6 +58,9 @@ class AttentionCall:
     latent: AbsorbedAttention | None
 
 
+Calls = tuple[AttentionCall, ...]
+
+
 @dataclass(frozen=True)
 class Probe:
     """The result of a probe pass.
@@ -69,7 +72,7 @@ class Probe:
             forward without this parameter swallows it in **kwargs and returns logits of all rows.
     """
 
-    calls: tuple[AttentionCall, ...]
+    calls: Calls
     vocab_size: int
     selects_rows: bool
     recurrent_calls: tuple[RecurrentCall, ...]

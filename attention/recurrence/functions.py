@@ -224,6 +224,9 @@ def _chunk(
     return y, state * grown[:, :, -1, None] + u.transpose(-1, -2) @ (k * left)
 
 
+Recurrence = Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
 class Recurrences:
     """One implementation of the four recurrences, with the signatures of the functions above; name: for `inspect`.
@@ -232,10 +235,10 @@ class Recurrences:
     """
 
     name: str
-    short_conv: Callable[..., Tensor]
-    gated_delta: Callable[..., Tensor]
-    ssd_scan: Callable[..., Tensor]
-    selective_scan: Callable[..., Tensor]
+    short_conv: Recurrence
+    gated_delta: Recurrence
+    ssd_scan: Recurrence
+    selective_scan: Recurrence
     capturable: bool = False
 
 

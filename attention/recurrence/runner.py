@@ -23,6 +23,7 @@ from attention.recurrence.states import (
     moved_shape,
     tensors_of,
 )
+from attention.staging import Arrays
 
 
 class Recur(Protocol):
@@ -142,8 +143,7 @@ class StatesOver:
     def __call__(self, name: str, call: int, *inputs: Any) -> Tensor:
         kept = self.runner.states[call]
         own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
-        out: Tensor = getattr(self.runner.functions, name)(*inputs, *own, self.rows)
-        return out
+        return getattr(self.runner.functions, name)(*inputs, *own, self.rows)
 
 
 OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
@@ -183,9 +183,7 @@ class StateSection(ExtraSection):
         if own is None:
             return None
         most = {"max_query_len": metadata.max_query_len, "max_replay": own.max_replay}
-        found: StateRows = self.arrays.of(views, StateRows, query_start_loc=metadata.query_start_loc, **most)
-        return found
+        return self.arrays.of(views, StateRows, query_start_loc=metadata.query_start_loc, **most)
 
-    def buffers(self, host: Mapping[str, np.ndarray]) -> StateIndex:
-        found: StateIndex = self.arrays.of(host, StateIndex, most_replayed=self._most_replayed)
-        return found
+    def buffers(self, host: Arrays) -> StateIndex:
+        return self.arrays.of(host, StateIndex, most_replayed=self._most_replayed)

@@ -18,12 +18,12 @@ import base64
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange, Descriptors, RankTable
+from attention.transport.region_tables import Bound, CopyRange, Descriptors, JsonObject, RankTable
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
@@ -56,6 +56,9 @@ def nixl_module() -> Any:
     return api
 
 
+_Errors = tuple[type[Exception], ...]
+
+
 class NixlTransport:
     """A `Transport` over one NIXL agent."""
 
@@ -76,11 +79,11 @@ class NixlTransport:
         self._lock = threading.RLock()
         self._errors = _errors(self._api)
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
         self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)
-        errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
+        errors: _Errors = (*self._errors, RuntimeError)
         try:
             self._agent = self._api.nixl_agent(engine, self._api.nixl_agent_config(backends=self._backends))
             regions = [bound.region for bound in bounds]  # each without the gap after its last block
@@ -103,7 +106,7 @@ class NixlTransport:
             handles: list[Any] = []
             failed: Exception | None = None
             # The three builtins: a malformed table of the peer (no "metadata", invalid base64, other types).
-            errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError, TypeError)
+            errors: _Errors = (*self._errors, KeyError, ValueError, TypeError)
             try:
                 for rank in plan.source.ranks:
                     if segments := plan.of_rank(rank.rank):
@@ -189,7 +192,7 @@ class NixlRead:
     plan: ReadPlan
     bounds: Sequence[Bound]
     lock: threading.RLock
-    errors: tuple[type[Exception], ...]
+    errors: _Errors
     error: Exception | None
 
     def wait(self, deadline: float) -> None:
@@ -236,7 +239,7 @@ class NixlRead:
         return False
 
 
-def _errors(api: Any) -> tuple[type[Exception], ...]:
+def _errors(api: Any) -> _Errors:
     """All exceptions of NIXL's bindings module, because they have no common base class."""
     bindings = sys.modules[api.nixl_agent.__module__].nixlBind
     return tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))

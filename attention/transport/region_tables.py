@@ -31,8 +31,9 @@ from torch import Tensor
 
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.cached import cached_property
-from attention.errors import HandoffMismatchError
+from attention.errors import HandoffMismatchError, named_error
 
+JsonObject = Mapping[str, Any]
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 VERSION = 5
 """Version of the tables. An engine that expects another one refuses them by name."""
@@ -87,7 +88,7 @@ class RankTable:
     rank: int
     device: str
     regions: tuple[Region, ...]
-    address: Mapping[str, Any]
+    address: JsonObject
 
     @cached_property
     def by_name(self) -> dict[str, int]:
@@ -107,7 +108,7 @@ class EngineTable:
 
     engine: str
     transport: str
-    fingerprint: Mapping[str, Any]
+    fingerprint: JsonObject
     ranks: tuple[RankTable, ...]
     version: int = VERSION
 
@@ -134,10 +135,10 @@ class EngineTable:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, HandoffMismatchError):
                 raise
-            raise HandoffMismatchError(f"this is no region table: {type(error).__name__}: {error}") from error
+            raise HandoffMismatchError(f"this is no region table: {named_error(error)}") from error
 
 
-def _rank_of(given: Mapping[str, Any]) -> RankTable:
+def _rank_of(given: JsonObject) -> RankTable:
     _check_kinds(given, rank=int, device=str, regions=list, address=dict)
     regions = tuple(_checked(Region(**region)) for region in given["regions"])
     if not _DEVICE.fullmatch(given["device"]):
@@ -145,7 +146,7 @@ def _rank_of(given: Mapping[str, Any]) -> RankTable:
     return RankTable(given["rank"], given["device"], regions, given["address"])
 
 
-def _check_kinds(given: Mapping[str, Any], **kinds: type) -> None:
+def _check_kinds(given: JsonObject, **kinds: type) -> None:
     """Check the types of some values. Raises TypeError: a value has another type."""
     for name, kind in kinds.items():
         if type(given[name]) is not kind:
@@ -346,7 +347,7 @@ class Descriptors:
         return np.concatenate(places) if places else np.zeros(0, np.int64)
 
 
-def check_fingerprints(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def check_fingerprints(here: JsonObject, there: JsonObject) -> None:
     """Compare fingerprints. Raises HandoffMismatchError: something differs, so tokens might; names it."""
     for name in dict.fromkeys([*here, *there]):
         if here.get(name) != there.get(name):

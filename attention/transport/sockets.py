@@ -13,14 +13,14 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange
+from attention.transport.region_tables import Bound, CopyRange, JsonObject
 from attention.transport.transports import Granting, ReadPlan, put, synchronize
 
 _LONGEST_LINE = 2**24
@@ -70,7 +70,7 @@ class SocketTransport(Granting):
         self._place = (host, port)
         self._server: _Server | None = None
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: it cannot listen there."""
         self._bounds = tuple(bounds)
         try:
@@ -84,7 +84,7 @@ class SocketTransport(Granting):
         host, port = server.server_address[:2]
         return {"host": host, "port": port}
 
-    def answer(self, question: Mapping[str, Any]) -> list[bytes]:
+    def answer(self, question: JsonObject) -> list[bytes]:
         """The answer to one request of a peer, as pieces of bytes."""
         if "done" in question:
             with self._lock:
@@ -99,7 +99,7 @@ class SocketTransport(Granting):
             pieces = [piece.cpu().numpy().tobytes() for piece in own]
         return [json.dumps({"bytes": sum(map(len, pieces))}).encode() + b"\n", *pieces]
 
-    def _refused(self, question: Mapping[str, Any]) -> str:
+    def _refused(self, question: JsonObject) -> str:
         if error := self.refused(str(question["lease"]), question["blocks"]):
             return error
         for place, offset, length in question["segments"]:
@@ -182,7 +182,7 @@ class SocketRead:
             put(bound.bytes, numbers, segment, piece.view(len(numbers), segment.length))
 
 
-def _connected(address: Mapping[str, Any], deadline: float) -> socket.socket:
+def _connected(address: JsonObject, deadline: float) -> socket.socket:
     """A connection to a rank. Raises TransferError: nothing listens at its address."""
     place = str(address["host"]), int(address["port"])
     try:

@@ -8,13 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from attention.errors import TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange, EngineTable, RankTable
+from attention.transport.region_tables import Bound, CopyRange, EngineTable, JsonObject, RankTable
 
 Blocks = Mapping[str, Sequence[int]]
 """Page numbers by cache group, in the order of a request's tokens."""
@@ -66,7 +66,7 @@ class Transport(Protocol):
 
     name: str
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
         """Make this rank's regions readable. Returns its address, for `RankTable`."""
 
     def grant(self, lease: str, blocks: Blocks) -> None:
@@ -145,7 +145,7 @@ class LocalTransport(Granting):
         super().__init__()
         self._engine = ""
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
         self._engine, self._bounds = engine, tuple(bounds)
         _open[engine] = self
         return {}

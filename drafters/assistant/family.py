@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
 from attention.errors import InvalidInputError
-from drafters.base import Head, OtherReading, Recipe, TargetFacts
-from drafters.checkpoints.config_fields import Config, HeadReport, ResolvedField
+from drafters.base import Head, LazyFacts, OtherReading, Recipe
+from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport, ResolvedField
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import locate, open_folder, read_json
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -24,7 +25,7 @@ _INSTEAD = "give a smaller model of the target's own series, or a draft head"
 
 
 def load_head(
-    path: Path | PreTrainedModel, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
+    path: Path | PreTrainedModel, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions
 ) -> AssistantHead:
     """Load a small model in the target's dtype and on its device, or take a loaded one as it is.
 
@@ -120,19 +121,12 @@ def _folder_of(model: PreTrainedModel) -> Path | None:
     return None if file is None else Path(file).parent
 
 
-def describe_head(path: str | Path, options: Mapping[str, Any]) -> HeadReport:
+def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
     """What its config.json says."""
     folder = open_folder(path)
     fields = tuple(ResolvedField(name, folder.config[name], name) for name in _FIELDS if name in folder.config)
-    count = sum(_size(tensor.shape) for tensor in folder.tensors.values())
+    count = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     return HeadReport(folder.path, Layout.CAUSAL_LM.value, fields, count)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def named_target(config: Config) -> str | None:
@@ -158,8 +152,6 @@ def not_exportable(path: str | Path) -> str | None:
     )
 
 
-def recipe(
-    model: PreTrainedModel, facts: Callable[[], TargetFacts], longest: int, seed: int, options: Mapping[str, Any]
-) -> Recipe[Any]:
+def recipe(model: PreTrainedModel, facts: LazyFacts, longest: int, seed: int, options: FamilyOptions) -> Recipe[Any]:
     """Raises InvalidInputError: a model is trained as any other, by transformers."""
     raise InvalidInputError("a small draft model is trained as any language model, by transformers or TRL")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from attention.errors import UnsupportedAttentionError
+from attention.errors import UnsupportedAttentionError, named_error
 from attention.hf.port import AttentionPort
 from attention.hf.probe import Probe, probe
 from attention.hf.weights import model_bytes
@@ -144,8 +144,7 @@ def _probed(model: PreTrainedModel) -> Probe:
         raise HeadLoadError(f"{name} cannot draft: it does not run on the paged cache: {error}") from error
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise HeadLoadError(
-            f"{name} cannot draft: on four tokens with position_ids and no mask its forward raises "
-            f"{type(error).__name__}: {error}"
+            f"{name} cannot draft: on four tokens with position_ids and no mask its forward raises {named_error(error)}"
         ) from error
     if found.recurrent_calls or getattr(model, "_is_stateful", False):
         raise HeadLoadError(f"{name} cannot draft: it has recurrent layers; give a model of attention layers alone")

@@ -18,6 +18,10 @@ from drafters.errors import HeadLoadError
 from drafters.rope import ROPE_KINDS, RopeSpec
 
 Config = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors, by their names."""
+FamilyOptions = Mapping[str, Any]
+"""A family's load options about reading its files, by name; in `recipe` those of `specdec train FAMILY`."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: st
     return ResolvedField(name, present, f"{tensor} {'present' if present else 'absent'}")
 
 
-def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(found: Shapes, expected: Shapes) -> None:
     """Compare a checkpoint's tensors (shapes by name) with the tensors of the module it was resolved to.
 
     Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 
-from drafters.checkpoints.config_fields import Config, lookup
+from drafters.checkpoints.config_fields import Config, Shapes, lookup
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
 from drafters.errors import HeadLoadError
 
@@ -66,7 +66,7 @@ def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
     return stripped
 
 
-def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+def detect(config: Config, shapes: Shapes) -> Layout:
     """A checkpoint's family, by its config.json and tensor shapes by name, wrapper prefixes stripped."""
     by_config = detect_by_config(config)
     if by_config is not None:
@@ -94,7 +94,7 @@ def layout_of(path: str | Path) -> Layout:
 def layout_of_folder(folder: CheckpointFolder) -> Layout:
     """The family of a checkpoint that is open."""
     names = strip_prefixes(folder.tensors)
-    return detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
+    return detect(folder.config, folder.shapes(names))
 
 
 def detect_by_config(config: Config) -> Layout | None:
@@ -127,7 +127,7 @@ _NAMED = tuple((Layout[kind], tuple(keys), part) for kind, keys, part in _TABLES
 _MARKERS = tuple((marker, Layout[kind]) for marker, kind in _TABLES["markers"])
 
 
-def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+def _detect_eagle(config: Config, shapes: Shapes) -> Layout:
     first = [name for name in shapes if name.startswith(("midlayer.", "layers.0."))]
     has_latent = any("kv_a_proj_with_mqa" in name for name in first)
     if has_latent and ("fc.weight" in shapes or first[0].startswith("midlayer.")):  # else a whole model of DeepSeek's

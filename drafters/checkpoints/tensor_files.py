@@ -23,6 +23,10 @@ from torch import Tensor
 from drafters.errors import HeadLoadError
 
 H = TypeVar("H", bound=torch.nn.Module)
+Json = dict[str, Any]
+"""A JSON object."""
+StateDict = dict[str, Tensor]
+"""Tensors by their names."""
 
 HUB_SECONDS = 3.0
 """How long the hub may take to answer the first request."""
@@ -171,10 +175,14 @@ class CheckpointFolder:
     """
 
     path: Path
-    config: dict[str, Any]
+    config: Json
     tensors: dict[str, TensorInfo]
 
-    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of tensors by other names; names: these -> names in the files."""
+        return {name: self.tensors[full].shape for name, full in names.items()}
+
+    def load(self, names: Iterable[str]) -> StateDict:
         """Load tensors on CPU in their stored dtype; every file is opened once.
 
         Raises:
@@ -185,7 +193,7 @@ class CheckpointFolder:
             if name not in self.tensors:
                 raise HeadLoadError(f"{self.path} has no tensor {name}")
             by_file.setdefault(self.tensors[name].file, []).append(name)
-        loaded: dict[str, Tensor] = {}
+        loaded: StateDict = {}
         for file, wanted in by_file.items():
             loaded |= _load_file(file, wanted)
         return loaded
@@ -211,7 +219,7 @@ def open_folder(path: str | Path) -> CheckpointFolder:
     return CheckpointFolder(folder, config, tensors)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Json:
     """Read a JSON object. Raises HeadLoadError: the file is missing, is no JSON or no object."""
     if kind := what_else(file):
         raise HeadLoadError(f"{file} is {kind}, not a file")
@@ -236,7 +244,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise HeadLoadError(f"{folder} has no weights: looked for model.safetensors and {_PICKLED}, and an index of either")
 
 
-def _indexed_files(folder: Path, index: dict[str, Any], name: str) -> list[Path]:
+def _indexed_files(folder: Path, index: Json, name: str) -> list[Path]:
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise HeadLoadError(f"{folder}: its {name} has no weight_map of tensor names to file names")
@@ -287,7 +295,7 @@ def _likely_cause(file: Path) -> str:
     return f". It has {size:,} bytes and is cut off or damaged: download it anew" if header < _LONGEST_HEADER else ""
 
 
-def _load_file(file: Path, names: list[str]) -> dict[str, Tensor]:
+def _load_file(file: Path, names: list[str]) -> StateDict:
     if file.suffix == _BIN:
         weights = _unpickle(file)
         return {name: weights[name] for name in names}
@@ -298,7 +306,7 @@ def _load_file(file: Path, names: list[str]) -> dict[str, Tensor]:
         raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
 
 
-def _unpickle(file: Path, mmap: bool = False) -> dict[str, Tensor]:
+def _unpickle(file: Path, mmap: bool = False) -> StateDict:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
@@ -316,20 +324,27 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, Tensor]:
     return weights
 
 
-def filled(head: H, weights: Mapping[str, Tensor]) -> H:
+def filled(head: H, weights: StateDict) -> H:
     """A head whose parameters are these tensors from now on, ready for inference.
 
     Raises:
         HeadLoadError: tensors with NaN or infinity, all named (exporters leave unloaded weights as NaN).
     """
-    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    broken = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
     head.load_state_dict(weights, assign=True)
     return head.eval().requires_grad_(False)
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_folder(folder: Path, config: Json, tensors: StateDict) -> Path:
+    """Write config.json and the tensors of a checkpoint; returns the folder. tensors: see `write_tensors`."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tensors(folder, tensors)
+    return folder
+
+
+def write_tensors(folder: Path, tensors: StateDict) -> None:
     """Write model.safetensors, whole or not at all; last of a folder's files, as a folder with weights is complete.
 
     tensors: contiguous, and no two that share memory.

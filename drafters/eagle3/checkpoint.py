@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -17,7 +16,15 @@ from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, locate, open_folder, read_json, write_tensors
+from drafters.checkpoints.tensor_files import (
+    CheckpointFolder,
+    StateDict,
+    filled,
+    locate,
+    open_folder,
+    read_json,
+    write_folder,
+)
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
 from drafters.eagle3.head import Eagle1Head, Eagle3Head
 from drafters.eagle3.layout import (
@@ -51,9 +58,9 @@ class _Opened:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, by parameter."""
-        return {parameter: self.folder.tensors[full].shape for parameter, full in self.names.items()}
+        return self.folder.shapes(self.names)
 
-    def load(self) -> dict[str, Tensor]:
+    def load(self) -> StateDict:
         """All tensors, by parameter."""
         stored = self.folder.load(self.names.values())
         return {parameter: stored[full] for parameter, full in self.names.items()}
@@ -121,12 +128,10 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     d2t = offsets_of(head.target_ids).cpu()
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_tensors(folder, weights | maps)
-    return folder
+    return write_folder(folder, config, weights | maps)
 
 
-def _deep_norms(weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _deep_norms(weights: StateDict) -> list[tuple[str, Tensor]]:
     """Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`."""
     return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
 
@@ -172,7 +177,7 @@ def open_head(path: str | Path) -> HeadFolder:
     files = folder.tensors
     stray = rotary_buffers(list(files))
     short = strip_prefixes(name for name in files if name not in stray)
-    layout = detect(folder.config, {name: files[full].shape for name, full in short.items()})
+    layout = detect(folder.config, folder.shapes(short))
     return HeadFolder(folder, layout, list(short), stray)
 
 
@@ -192,7 +197,7 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
     folder, config = found.folder, found.folder.config
     written = format_of(config)
     names = canonical_names([name for name in folder.tensors if name not in found.stray], written.deep_norm)
-    shapes = {parameter: folder.tensors[full].shape for parameter, full in names.items()}
+    shapes = folder.shapes(names)
     spec: Eagle3Spec
     ignored = {"ignored tensors": (found.stray, "rotary buffers: they follow from the configuration")}
     if found.layout is Layout.EAGLE1:
@@ -221,7 +226,7 @@ def _check_shapes(opened: _Opened, target: TargetFacts) -> None:
     check_tensors(opened.shapes(), expected | {name: sizes[name] for name in _MAPS if name in needed | {*opened.names}})
 
 
-def _read_map(opened: _Opened, weights: Mapping[str, Tensor]) -> Tensor | None:
+def _read_map(opened: _Opened, weights: StateDict) -> Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None

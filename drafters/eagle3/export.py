@@ -8,12 +8,11 @@ sglang/srt/models/llama_eagle3.py.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import rope_to_config
-from drafters.checkpoints.tensor_files import write_tensors
+from drafters.checkpoints.tensor_files import Json, StateDict, write_folder
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
@@ -106,7 +105,7 @@ def export_eagle3(
         )
     stored = dtype or head.norm.weight.dtype
     tensors = _tensors(head, stored, with_target_tensors)
-    return _write(_made(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
+    return write_folder(_made(folder), _config(head.spec, verifier, stored, num_speculative_tokens), tensors)
 
 
 def shares_embedding(head: Eagle3Head, embedding: Tensor, stored: torch.dtype) -> bool:
@@ -178,7 +177,7 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
 """Combinations of fields that a layout cannot express, with the messages."""
 
 
-def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> dict[str, Tensor]:
+def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> StateDict:
     shared = {"embed_tokens.weight": head.target_embedding, "lm_head.weight": head.target_lm_head}
     given = {name: t for name, t in shared.items() if t is not None} if with_target_tensors else {}
     # clone: safetensors refuses tensors that share memory, as a tied embedding and lm_head do.
@@ -190,7 +189,7 @@ def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) ->
     return renamed | {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
 
 
-def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_speculative_tokens: int) -> dict[str, Any]:
+def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_speculative_tokens: int) -> Json:
     """config.json in the layout of speculators; every value is written, also where it is the default of a class."""
     proposal = {
         "proposal_type": "greedy",
@@ -222,7 +221,7 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
     }
 
 
-def _layer_config(spec: Eagle3Spec) -> dict[str, Any]:
+def _layer_config(spec: Eagle3Spec) -> Json:
     rope = rope_to_config(spec.rope)
     config = {
         "model_type": "qwen3" if spec.qk_norm else "llama",
@@ -257,9 +256,3 @@ def _made(folder: str | Path) -> Path:
     if not os.access(path, os.W_OK):
         raise InvalidInputError(f"cannot write to the folder {path}: no permission; give another one")
     return path
-
-
-def _write(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_tensors(folder, tensors)
-    return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import gcd
@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from drafters.base import FINAL_NORM, Head, OtherReading, Recipe, TargetFacts
-from drafters.checkpoints.config_fields import HeadReport
+from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
+from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import read_json
 from drafters.eagle3.checkpoint import (
@@ -32,9 +32,7 @@ from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.rope import RopeSpec
 
 
-def load_head(
-    path: str | Path, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
-) -> Eagle3Head:
+def load_head(path: str | Path, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> Eagle3Head:
     """Load the head for a target, in its dtype and on its device.
 
     Raises:
@@ -44,7 +42,7 @@ def load_head(
     return load_eagle(path, facts(), model.dtype, model.device, overrides)
 
 
-def describe_head(path: str | Path, options: Mapping[str, Any]) -> HeadReport:
+def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
     """Resolve the head by its own files, without a target.
 
     Raises:
@@ -72,7 +70,7 @@ def not_exportable(path: str | Path) -> str | None:
 
 
 def recipe(
-    model: PreTrainedModel, facts: Callable[[], TargetFacts], longest: int, seed: int, options: Mapping[str, Any]
+    model: PreTrainedModel, facts: LazyFacts, longest: int, seed: int, options: FamilyOptions
 ) -> Recipe[Eagle3Head]:
     """Train a new EAGLE-3 head.
 
@@ -95,7 +93,7 @@ def recipe(
     )
 
 
-def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Mapping[str, Any]) -> Eagle3Spec:
+def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: FamilyOptions) -> Eagle3Spec:
     """The spec of a new head for a target: heads, head dim, rope base and eps as the target has them.
 
     A target without attention (Mamba) gives none of these: the head has heads of up to 128 and an MLP of four times its

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import Config, PlacedConfig, ResolvedField, lookup, place_of, read
+from drafters.checkpoints.tensor_files import Json
 from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -133,7 +134,7 @@ def flattened(config: Config) -> PlacedConfig:
         HeadLoadError: that object is missing, contradicts the keys at the top, or is invalid for its model_type.
     """
     found = format_of(config)
-    flat: dict[str, Any] = dict(config)
+    flat: Json = dict(config)
     origins: dict[str, str] = {}
     if found.layer_config is not None:
         layer, origins = _completed(config, found)
@@ -146,7 +147,7 @@ def flattened(config: Config) -> PlacedConfig:
     return PlacedConfig(flat, origins)
 
 
-def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str, str]]:
+def _completed(config: Config, found: Format) -> tuple[Json, dict[str, str]]:
     """The layer's object with its class's defaults, which exporters leave out, and where each value is from."""
     key = found.layer_config or ""
     nested = config.get(key)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import (
     Config,
     ResolvedField,
+    Shapes,
     by_presence,
     lookup,
     read,
@@ -22,6 +22,7 @@ from drafters.checkpoints.config_fields import (
     rope_to_config,
 )
 from drafters.checkpoints.layouts import strip_prefixes
+from drafters.checkpoints.tensor_files import Json
 from drafters.eagle3.formats import Format, flattened, format_of, resolve_aux_layers
 from drafters.eagle3.overrides import (
     AUX_LAYERS,
@@ -34,7 +35,6 @@ from drafters.eagle3.overrides import (
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 
-Shapes = Mapping[str, tuple[int, ...]]
 _LEGACY_AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
 _DEEP_LAYER = re.compile(r"layers\.(\d+)\.")
@@ -293,7 +293,7 @@ def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> Re
     return ResolvedField("feedback", "post_norm" if flag.value else "pre_norm", flag.source + note)
 
 
-def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
+def spec_to_config(spec: Eagle3Spec, dtype: str) -> Json:
     """config.json of a head in the SpecForge/SGLang layout; top-level layer ids are added for vLLM. dtype: of the
     stored weights, e.g. "bfloat16".
 
@@ -332,7 +332,7 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
     }
 
 
-def _windows_to_config(spec: Eagle3Spec) -> dict[str, Any]:
+def _windows_to_config(spec: Eagle3Spec) -> Json:
     if not spec.windowed_layers:
         return {}
     kinds = (
@@ -341,7 +341,7 @@ def _windows_to_config(spec: Eagle3Spec) -> dict[str, Any]:
     return {"layer_types": list(kinds), "sliding_window": spec.window}
 
 
-def _aux_layers_to_config(spec: Eagle3Spec) -> dict[str, Any]:
+def _aux_layers_to_config(spec: Eagle3Spec) -> Json:
     if not spec.has_fc:
         return {"eagle_config": {"use_aux_hidden_state": False}}
     nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.aux_layers]}

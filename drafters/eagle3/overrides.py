@@ -109,5 +109,4 @@ def _aux_layers(given: Any) -> tuple[int, ...] | None:
 def _feedback(given: Any) -> Literal["pre_norm", "post_norm"] | None:
     if given is not None and given not in _FEEDBACK:
         raise HeadLoadError(f"head_overrides: feedback={given!r}: allowed are {', '.join(_FEEDBACK)}")
-    chosen: Literal["pre_norm", "post_norm"] | None = given
-    return chosen
+    return given

@@ -18,12 +18,14 @@ from torch import Tensor
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner, PlannedBatch
-from attention.staging import A, Field, Staged, array
+from attention.staging import A, Arrays, Field, Staged, array
 
 Choose = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 """Chooses draft tokens: (step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary,
 probabilities q [R, Vd], or None for a one-hot q)."""
 
+Passes = tuple[CommonAttentionMetadata, ...]
+"""The metadata of several passes."""
 Greedy = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 """Arg max: (draft logits [R, Vd], target ids [Vd] int64 of all draft ids or None where they are the same, out [R] int64
 of any stride, which gets the target ids) -> draft ids [R] int64."""
@@ -199,7 +201,7 @@ class PrefillPasses:
     bonus: int = 0
 
     @classmethod
-    def of(cls, loop: DraftLoop[Any, Any] | None) -> PrefillPasses:
+    def of(cls, loop: AnyLoop | None) -> PrefillPasses:
         """Those of a loop; none without one."""
         return cls() if loop is None else cls(loop.num_modules, int(isinstance(loop, ReadsBonus)))
 
@@ -228,7 +230,7 @@ class LoopSection(Protocol[Sent, Arrived]):
     def sizes(self, size: LoopSize) -> dict[str, int]:
         """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
 
-    def values(self, arrays: Sent) -> dict[str, np.ndarray]:
+    def values(self, arrays: Sent) -> Arrays:
         """The arrays to send, by the names of `fields`."""
 
     def of(self, arrays: Sent, staged: Staged) -> Arrived:
@@ -262,6 +264,9 @@ class DraftLoop(Protocol[L, D]):
         Args:
             runner: attention of the head's cache group. aux: [T, A·Ht] aux hidden states of the verification's tokens.
         """
+
+
+AnyLoop = DraftLoop[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -326,7 +331,7 @@ class FixedSteps(Protocol):
     def send(self, rows: DraftingRows) -> tuple[Sequence[HostBatch], Staged]:
         """Write and send the arrays of all steps for at most that many rows; returns each step's batch."""
 
-    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+    def views(self, batches: Sequence[HostBatch], staged: Staged) -> Passes:
         """Attention metadata of each step, at fixed addresses."""
 
 

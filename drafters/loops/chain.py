@@ -17,9 +17,20 @@ from torch import Tensor
 
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
-from attention.staging import A, Section, Staged, array
+from attention.staging import A, Arrays, Section, Staged, array
 from drafters.base import Head
-from drafters.loops.base import Attend, Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize, from_layer
+from drafters.loops.base import (
+    Attend,
+    Choose,
+    Compile,
+    Draft,
+    DraftInput,
+    FixedLoop,
+    Greedy,
+    LoopSize,
+    Passes,
+    from_layer,
+)
 from drafters.loops.head_passes import BlockHead, HeadPasses, MtpPasses
 from drafters.loops.prefill import DevicePass, HostPass, PassRows, module_passes, prefill_arrays
 from drafters.loops.steps import StepArrays, StepSection, step_arrays
@@ -56,7 +67,7 @@ class DraftInputs:
     request_rows: Tensor | None
     num_drafting: int
     passes: tuple[DevicePass, ...]
-    steps: tuple[CommonAttentionMetadata, ...]
+    steps: Passes
 
 
 class DraftSection:
@@ -77,7 +88,7 @@ class DraftSection:
             sizes |= batch.sizes(size.rows, size.tokens, size.pages)
         return sizes
 
-    def values(self, arrays: DraftArrays) -> dict[str, np.ndarray]:
+    def values(self, arrays: DraftArrays) -> Arrays:
         found = self._steps.arrays.values(arrays.steps.sent)
         for batch, rows, each in zip(self._batches, self._rows, arrays.passes, strict=True):
             found |= batch.values(each.batch) | rows.values(each)

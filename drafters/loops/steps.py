@@ -10,7 +10,7 @@ Requests that do not take a step, or are too short for it, are padding: position
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,8 +22,8 @@ from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, covering, offsets_within, slots_at, write_pages
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata
 from attention.checking import CHECKS
-from attention.staging import Section, Staged, StagingArena, bucket_of
-from drafters.loops.base import DraftingRows, FixedShape
+from attention.staging import Arrays, Section, Staged, StagingArena, bucket_of
+from drafters.loops.base import DraftingRows, FixedShape, Passes
 
 _KEPT = 256
 """Shapes of steps whose places of tokens are kept: some rows times some numbers of drafts."""
@@ -207,7 +207,7 @@ class StepSection:
         own = {"steps": steps, "step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages}
         return own | {"step.tokens": tokens, "step.entries": rows * pages if entries is None else entries}
 
-    def of(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+    def of(self, batches: Sequence[HostBatch], staged: Staged) -> Passes:
         """Attention metadata of every step."""
         if not batches:
             return ()
@@ -259,10 +259,10 @@ class StepBuffers:
         self._section = section = StepSection(num_modules, table=False)
         self._bucket = bucket_of(**section.sizes(shape.rows, 0, shape.num_steps, shape.page_entries))
         self._arena = StagingArena(section.fields, self._bucket, device)
-        buffers: list[Mapping[str, np.ndarray]] = self._arena.hosts(self._bucket)
+        buffers: list[Arrays] = self._arena.hosts(self._bucket)
         self._places = [_Place(section.arrays.of(host), shape, self._tokens) for host in buffers]
 
-    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+    def views(self, batches: Sequence[HostBatch], staged: Staged) -> Passes:
         return self._section.of(batches, staged)
 
     def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, layout_of_folder
-from drafters.checkpoints.tensor_files import CheckpointFolder, filled, open_folder, write_tensors
+from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict, filled, open_folder, write_tensors
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.formats import (
@@ -58,9 +58,8 @@ def load_mtp(
         HeadLoadError: the checkpoint has no module, tensors are missing, unknown, of another shape or not finite, or
             its embedding or lm_head differs from the target's.
     """
-    folder = open_folder(path)
-    form = _format_of(folder).of(target.config)
-    modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
+    folder, form, modules = _opened(path, target)
+    how = convention or MtpConvention()
     try:
         return tuple(
             _load_module(folder, form, m, names, target, dtype, device, how) for m, names in enumerate(modules)
@@ -75,9 +74,8 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
     Raises:
         HeadLoadError: the checkpoint has no module.
     """
-    folder = open_folder(path)
-    form = _format_of(folder).of(target.config)
-    modules, how = _modules(folder, form, target.num_layers), convention or MtpConvention()
+    folder, form, modules = _opened(path, target)
+    how = convention or MtpConvention()
     fields = [ResolvedField("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, form, names, f"module {m}: " if len(modules) > 1 else "")
@@ -124,7 +122,7 @@ def _start(names: Mapping[str, str]) -> str:
     return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
 
-def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, Tensor]:
+def deepseek_tensors(head: MtpHead, layer: int) -> StateDict:
     """A module's tensors under the names that DeepSeek checkpoints use for layer N + k, without shared tensors.
 
     A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
@@ -183,6 +181,13 @@ def _format_of(folder: CheckpointFolder) -> MtpFormat:
     )
 
 
+def _opened(path: str | Path, target: MtpTarget) -> tuple[CheckpointFolder, MtpFormat, list[dict[str, str]]]:
+    """A checkpoint, its format, and its modules' tensors, see `_modules`. Raises HeadLoadError: it has none."""
+    folder = open_folder(path)
+    form = _format_of(folder).of(target.config)
+    return folder, form, _modules(folder, form, target.num_layers)
+
+
 def _modules(folder: CheckpointFolder, form: MtpFormat, num_layers: int) -> list[dict[str, str]]:
     """For every module, in order, its tensors' names inside it -> names in the files."""
     found: dict[int, dict[str, str]] = {}
@@ -238,7 +243,7 @@ def _load_module(
 
 def _spec(
     form: MtpFormat,
-    weights: Mapping[str, Tensor],
+    weights: StateDict,
     convention: MtpConvention,
     mixers: tuple[str, ...],
     attention: str,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from attention.errors import InvalidInputError
-from drafters.base import FINAL_NORM, Head, OtherReading, Recipe, TargetFacts
-from drafters.checkpoints.config_fields import Config, HeadReport
+from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
+from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
 from drafters.checkpoints.tensor_files import locate
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, load_mtp, save_mtp
@@ -22,9 +20,7 @@ from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import mtp_target
 
 
-def load_head(
-    path: str | Path, model: PreTrainedModel, facts: Callable[[], TargetFacts], options: Mapping[str, Any]
-) -> MtpHead | MtpStack:
+def load_head(path: str | Path, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> MtpHead | MtpStack:
     """Load the modules of a checkpoint for a target, in its dtype and on its device.
 
     Raises:
@@ -37,7 +33,7 @@ def load_head(
     return head
 
 
-def describe_head(path: str | Path, options: Mapping[str, Any]) -> HeadReport:
+def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
     """Raises InvalidInputError: a module's files do not suffice without its target."""
     raise InvalidInputError(f"{path}: a multi-token-prediction module is read with its target: give --target")
 
@@ -66,7 +62,7 @@ def not_exportable(path: str | Path) -> str | None:
 
 
 def recipe(
-    model: PreTrainedModel, facts: Callable[[], TargetFacts], longest: int, seed: int, options: Mapping[str, Any]
+    model: PreTrainedModel, facts: LazyFacts, longest: int, seed: int, options: FamilyOptions
 ) -> Recipe[MtpHead]:
     """Go on training a module on its own outputs: released ones were trained for one draft.
 
@@ -98,6 +94,6 @@ def recipe(
     )
 
 
-def _convention(options: Mapping[str, Any]) -> MtpConvention:
+def _convention(options: FamilyOptions) -> MtpConvention:
     given = {name.removeprefix("mtp_"): value for name, value in options.items() if name.startswith("mtp_")}
     return MtpConvention(**given)

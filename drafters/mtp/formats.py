@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from drafters.checkpoints.layouts import Layout
+from drafters.checkpoints.tensor_files import StateDict
 from drafters.errors import HeadLoadError
 
 _LAST = "last."
@@ -100,7 +101,7 @@ _BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
 _LAYER = "model.layers.0."
 
 
-def as_modules_are_named(weights: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+def as_modules_are_named(weights: StateDict, model_type: str) -> StateDict:
     """Weights of blocks under the names of transformers' modules, where a target's checkpoints have others.
 
     A block is a decoder layer of the target, and named in the files as the target's layers are: Hunyuan's
@@ -111,7 +112,7 @@ def as_modules_are_named(weights: Mapping[str, Tensor], model_type: str) -> dict
         HeadLoadError: two tensors are the same parameter.
     """
     rules = [rule for rule in get_checkpoint_conversion_mapping(model_type) or () if type(rule) is WeightRenaming]
-    out: dict[str, Tensor] = {}
+    out: StateDict = {}
     for name, tensor in weights.items():
         found = _BLOCK.fullmatch(name)
         new = name if found is None else found[1] + _renamed(found[2], rules)
@@ -129,7 +130,7 @@ def _renamed(rest: str, rules: list[WeightRenaming]) -> str:
     return name.rpartition("layers.0.")[2]
 
 
-def dequantise(weights: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
+def dequantise(weights: StateDict, block: tuple[int, int]) -> StateDict:
     """Multiply block-quantised weights out: `X` and `X_scale_inv` become X·scale of its block, float32; others stay.
 
     block: rows and columns that share one scale; the last block of a row or column may be smaller.
@@ -155,7 +156,7 @@ def dequantise(weights: Mapping[str, Tensor], block: tuple[int, int]) -> dict[st
     return plain
 
 
-def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_experts(weights: StateDict) -> StateDict:
     """Join the matrices of single experts into the stacks of transformers' expert modules.
 
     `P.experts.j.gate_proj.weight` and `up_proj` [Im, H] of all j become `P.experts.gate_up_proj` [E, 2·Im, H],
@@ -166,7 +167,7 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         HeadLoadError: an expert's matrix is missing or has another shape.
     """
     singles: dict[str, dict[tuple[int, str], Tensor]] = {}
-    out: dict[str, Tensor] = {}
+    out: StateDict = {}
     for name, tensor in weights.items():
         match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
         if match is None:
@@ -178,7 +179,7 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _stacked(prefix: str, parts: Mapping[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+def _stacked(prefix: str, parts: Mapping[tuple[int, str], Tensor]) -> StateDict:
     experts = range(max(j for j, _ in parts) + 1)
     gated = any(kind == "gate" for _, kind in parts)
     kinds = ("gate", "up", "down") if gated else ("up", "down")
@@ -194,9 +195,9 @@ def _stacked(prefix: str, parts: Mapping[tuple[int, str], Tensor]) -> dict[str, 
     }
 
 
-def unstack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unstack_experts(weights: StateDict) -> StateDict:
     """The inverse of `stack_experts`: stacks become single matrices; names of other kinds stay."""
-    out: dict[str, Tensor] = {}
+    out: StateDict = {}
     for name, tensor in weights.items():
         if name.endswith(".experts.gate_up_proj"):
             prefix = name.removesuffix(".gate_up_proj")

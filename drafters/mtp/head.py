@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.hf.port import AttentionPort
-from attention.hf.probe import AttentionCall, recorded_calls
+from attention.hf.probe import Calls, recorded_calls
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
@@ -94,7 +94,7 @@ class MtpHead(nn.Module):
         mixers = zip(self.blocks, self.spec.mixers, strict=True)
         return [block.get_submodule("mixer") for block, mixer in mixers if mixer == "full_attention"]
 
-    def _probe(self) -> tuple[AttentionCall, ...]:
+    def _probe(self) -> Calls:
         """Run the blocks' attention on two dummy rows and record its requirements."""
         weight, attentions = self.eh_proj.weight, self._attentions()
         arguments = self._layer_arguments(2, weight)

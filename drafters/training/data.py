@@ -38,12 +38,10 @@ def question_lines(path: Path) -> list[tuple[str, dict[str, Any], Any]]:
         InvalidInputError: see `read_questions`.
     """
     keys = ("messages", "prompt", "question")
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read questions from {path} as UTF-8 text: {error}") from error
     found = []
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold U+2028
+    for number, line in enumerate(
+        read_text(path, "questions").split("\n"), 1
+    ):  # not splitlines: a string may hold U+2028
         if line.strip():
             place = f"{path}, line {number}"
             try:
@@ -57,6 +55,14 @@ def question_lines(path: Path) -> list[tuple[str, dict[str, Any], Any]]:
     if not found:
         raise InvalidInputError(f"{path} has no questions; give one JSON object a line, with {', '.join(keys)}")
     return found
+
+
+def read_text(path: Path, what: str) -> str:
+    """A file in UTF-8. Raises InvalidInputError: it cannot be read; what: it should hold."""
+    try:
+        return path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"cannot read {what} from {path} as UTF-8 text: {error}") from error
 
 
 def _messages(content: Any, place: str) -> list[Message]:

@@ -11,13 +11,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic
+from typing import Generic
 
 import torch
 from rich.console import Console
 
 from attention.errors import InvalidInputError
 from drafters.base import Save, TrainedHead
+from drafters.checkpoints.tensor_files import Json
 from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.training.files import damage, whole_folder, write_file
 
@@ -205,7 +206,7 @@ def kept_evaluation(checkpoint: Path) -> dict[str, float] | None:
 
 
 def _check_finite(head: torch.nn.Module, step: int) -> None:
-    broken = [name for name, parameter in head.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    broken = [name for name, parameter in head.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
         raise TrainingDivergedError(
             f"after step {step} these weights are NaN or infinite: {', '.join(broken)}; lower the learning rate or the "
@@ -213,7 +214,7 @@ def _check_finite(head: torch.nn.Module, step: int) -> None:
         )
 
 
-def _newest_good(found: list[Path], console: Console) -> tuple[Path, dict[str, Any]]:
+def _newest_good(found: list[Path], console: Console) -> tuple[Path, Json]:
     broken: list[tuple[Path, str]] = []
     for path in reversed(found):
         reason = damage(path)
@@ -229,7 +230,7 @@ def _newest_good(found: list[Path], console: Console) -> tuple[Path, dict[str, A
     )
 
 
-def _read_state(file: Path) -> tuple[dict[str, Any], str | None]:
+def _read_state(file: Path) -> tuple[Json, str | None]:
     """(state, None), or ({}, reason why it cannot be read)."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)

@@ -127,8 +127,7 @@ def settings(plan: Plan, facts: Json) -> Json:
         "models": {key: model_facts(one) for key, one in facts.items()},
         "versions": versions(),
     }
-    as_json: Json = json.loads(json.dumps(found))
-    return as_json
+    return json.loads(json.dumps(found))
 
 
 @interrupts_as_they_are()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,11 @@ class AccuracyPlan:
         return sweep((self.k,))
 
 
-def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
+def settings(plan: AccuracyPlan, facts: Json) -> Json:
     """All that the answers depend on."""
     asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
     asked["chat_template"] = _is_templated(plan, facts["chat_template_sha256"])
-    found: Json = json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
-    return found
+    return json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
 
 
 def _is_templated(plan: AccuracyPlan, template: Any) -> bool:
@@ -121,10 +120,10 @@ def prepare(plan: AccuracyPlan) -> Prepared:
 
 
 @interrupts_as_they_are()
-def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
+def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
-    how: dict[str, Any] = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+    how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
     results = [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
@@ -154,7 +153,7 @@ def _task_manager(plan: AccuracyPlan) -> TaskManager:
     """Our tasks, and lm-eval's folder of gsm8k; all of lm-eval's tasks for any other names."""
     stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k"
     others = not set(plan.tasks) <= {*_LOCAL, *OWN_TASKS}
-    metadata: dict[str, Any] = {} if plan.data_dir is None else {"data_dir": str(plan.data_dir)}
+    metadata: Json = {} if plan.data_dir is None else {"data_dir": str(plan.data_dir)}
     return TaskManager(include_path=[stock, TASKS], include_defaults=others, metadata=metadata)
 
 

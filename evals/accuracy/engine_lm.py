@@ -33,6 +33,7 @@ from specdec.requests.chats import for_template
 from specdec.requests.grammar import Grammar
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats, RoundRecord, pool
+from specdec.values import Options
 
 Report = Callable[[list[Answer]], None]
 Pair = tuple[list[int], list[int]]
@@ -62,7 +63,7 @@ class EngineLM(TemplateLM):
         prefix_token_id: int | None = None,
         think_end_token: str | int | None = None,
         enable_thinking: bool | None = None,
-        chat_template_args: Mapping[str, Any] | None = None,
+        chat_template_args: Options | None = None,
         schema_field: str | None = None,
         seed: int = 0,
         store: RunStore | None = None,
@@ -101,14 +102,14 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return int(self.tokenizer.eos_token_id)
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         given, bos = self._prefix_token_id, self.tokenizer.bos_token_id
         if given is not None:
             return given
-        return self.eot_token_id if bos is None else int(bos)
+        return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -124,14 +125,13 @@ class EngineLM(TemplateLM):
             return self._templated(others, add_generation_prompt)
 
     def _templated(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             for_template(messages, self.tokenizer),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
             **self._thinking.template_args,
         )
-        return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; no second begin-of-text token where the string starts with one."""
@@ -139,8 +139,7 @@ class EngineLM(TemplateLM):
         if add_special_tokens is None:
             add_special_tokens = False if bos and has_bos_prefix(string, bos) else self._add_bos_token
         extra = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        ids: list[int] = self.tokenizer.encode(string, **extra)
-        return ids
+        return self.tokenizer.encode(string, **extra)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answer all requests in one generate call, in the order given."""
@@ -241,8 +240,7 @@ class EngineLM(TemplateLM):
                 f"enable_thinking=True with tasks that score given texts ({tasks}): leave it out, or choose tasks that "
                 "generate"
             )
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any

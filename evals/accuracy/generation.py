@@ -24,6 +24,7 @@ from specdec.options.generation_config import how_served
 from specdec.options.logits_options import OFF
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
+from specdec.values import Options
 
 _LENGTHS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
 _NOT_HERE = frozenset({"max_length", "num_return_sequences"})
@@ -53,7 +54,7 @@ class Generation:
     longest: int
 
     @classmethod
-    def of(cls, gen_kwargs: Mapping[str, Any], model: Any, default_length: int) -> Generation:
+    def of(cls, gen_kwargs: Options, model: Any, default_length: int) -> Generation:
         """Read gen_kwargs. Unset fields come from the model's generation_config, then from transformers' defaults.
 
         Args:
@@ -64,7 +65,7 @@ class Generation:
                 temperature 0; or no room for a prompt.
         """
         eos = model.tokenizer.eos_token_id
-        asked: dict[str, Any] = dict(normalize_gen_kwargs(dict(gen_kwargs), default_length))
+        asked: Options = dict(normalize_gen_kwargs(dict(gen_kwargs), default_length))
         until = handle_stop_sequences(asked.pop("until"), None if eos is None else model.tokenizer.decode([eos]))
         length, seed = asked.pop("max_gen_toks"), asked.pop("seed", None)
         _check_known(asked)
@@ -78,12 +79,11 @@ class Generation:
 
     def fitting(self, prompt: list[int]) -> list[int]:
         """The prompt's last tokens that leave room for the answer."""
-        ids: list[int] = maybe_truncate(prompt, self.params.max_new_tokens, self.longest, side="left")[0]
-        return ids
+        return maybe_truncate(prompt, self.params.max_new_tokens, self.longest, side="left")[0]
 
     def answer(self, text: str) -> str:
         """The text that lm-eval judges: up to the first stop string."""
-        return str(postprocess_generated_text(text, list(self.until), None))
+        return postprocess_generated_text(text, list(self.until), None)
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Thinking:
 
     enabled: bool | None
     end: str | int | None
-    template_args: Mapping[str, Any]
+    template_args: Options
 
     @classmethod
-    def of(cls, enabled: bool | None, end: str | int | None, template_args: Mapping[str, Any] | None) -> Thinking:
+    def of(cls, enabled: bool | None, end: str | int | None, template_args: Options | None) -> Thinking:
         """Read lm-eval's enable_thinking, think_end_token and chat_template_args.
 
         Raises:
@@ -133,7 +133,7 @@ class Thinking:
         return str(text).lstrip()
 
 
-def _check_known(asked: Mapping[str, Any]) -> None:
+def _check_known(asked: Options) -> None:
     if "max_length" in asked:
         raise InvalidInputError(
             f"max_length={asked['max_length']} in gen_kwargs counts the prompt and its padding; give max_gen_toks"
@@ -153,7 +153,7 @@ def _check_length(length: int, longest: int) -> None:
         )
 
 
-def _check_temperature(given: Mapping[str, Any], asked: dict[str, Any]) -> None:
+def _check_temperature(given: Options, asked: Options) -> None:
     """Refuse sampling at temperature 0, as transformers does; greedy decoding has no temperature."""
     if not asked["do_sample"]:
         asked.pop("temperature", None)

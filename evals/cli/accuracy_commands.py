@@ -187,18 +187,18 @@ def _print(console: Console, document: Json) -> None:
     same, arm = document["identical"], document["arms"][1]
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
     speedup = {"low": None, **arm["timing"]["speedup"]}
-    console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)", highlight=False)
+    console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)")
     for name, cached in document["timing"]["prefix_cache"].items():
         if cached["hit_tokens"]:
             tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
-            console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})", highlight=False)
+            console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})")
     for row in document["scores"]:
         if not row["right_a"] + row["right_b"]:
             text = "no question is right in either arm, so equal scores show little"
-            console.print(f"{row['task']}, {row['filter']}: {text}", style="bold yellow", highlight=False)
+            console.print(f"{row['task']}, {row['filter']}: {text}", style="bold yellow")
     if _untested(document):
         text = "NOT TESTED: no draft was verified; raise --max-new-tokens"
-        console.print(text, style="bold yellow", highlight=False)
+        console.print(text, style="bold yellow")
     shown = ("tau", "speedup", "mcnemar", "accuracy_interval", "interval")
     print_definitions(console, {key: document["definitions"][key] for key in shown})
 

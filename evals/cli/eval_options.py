@@ -25,6 +25,7 @@ from specdec.cli.options import (
     sampling_of,
 )
 from specdec.loading import names
+from specdec.values import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from evals.runs.store import RunStore
 
 
-Options = dict[str, Any]
-"""What click gives to a command, by name."""
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -136,7 +135,7 @@ ray_options = added(
 )
 
 
-def make_asking(options: Mapping[str, Any]) -> Asking:
+def make_asking(options: Options) -> Asking:
     """How questions are sent, final after `settle`. Raises click.UsageError: a sampling option at temperature 0."""
     from evals.runs.conversations import Asking
 
@@ -145,7 +144,7 @@ def make_asking(options: Mapping[str, Any]) -> Asking:
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
 
 
-def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
+def settle(asking: Asking, facts: Mapping[str, Options]) -> Asking:
     """Turn the template off, with a warning that names the cost, when a model has none."""
     from evals.data.datasets import warn_without_template
 
@@ -155,7 +154,7 @@ def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
     return replace(asking, templated=False)
 
 
-def model_name(options: Mapping[str, Any], draft: str | None) -> str:
+def model_name(options: Options, draft: str | None) -> str:
     """The target: as given, or the built-in one of its own head. Raises click.UsageError: a head without target."""
     from specdec.loading.heads import split_draft
 
@@ -165,7 +164,7 @@ def model_name(options: Mapping[str, Any], draft: str | None) -> str:
     return given or DEFAULT_MODEL
 
 
-def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpec:
+def make_spec(options: Options, draft: str | None, k: int) -> ModelSpec:
     """The model to load, for at most `k` drafts a round."""
     from evals.runs.conversations import ModelSpec
 
@@ -216,7 +215,7 @@ def recorded(
         yield store, progress
 
 
-def parse_arm(text: str, defaults: Mapping[str, Any]) -> Options:
+def parse_arm(text: str, defaults: Options) -> Options:
     """One side of a comparison: a head, or key=value pairs of draft, k, backend and dtype joined by commas.
 
     >>> parse_arm("draft=my-head,k=3", {"draft": "auto", "k": 5, "dtype": "auto"})

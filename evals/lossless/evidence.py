@@ -38,6 +38,10 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    def most_kept(self, vocab_size: int) -> int:
+        """Tokens that top_k keeps."""
+        return min(self.top_k or vocab_size, vocab_size)
+
 
 @dataclass(frozen=True)
 class Defect:
@@ -82,7 +86,7 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
     [0.0, 0.73, 0.27, 0.0]
     """
     ordered, token_ids = (logits / sampling.temperature).sort(descending=True, stable=True)
-    k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    k = sampling.most_kept(logits.shape[-1])
     ordered = ordered.masked_fill(ordered < ordered[..., k - 1 : k], -torch.inf)
     probs = ordered.softmax(-1)
     above = probs.cumsum(-1) - probs  # of all more probable tokens; the token that crosses top_p stays
@@ -170,7 +174,7 @@ def _clear(logits: Tensor, probs: Tensor, sampling: Sampling) -> bool:
         )
         if not torch.equal(kept(logits, moved) > 0, is_kept):
             return False
-    k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    k = sampling.most_kept(logits.shape[-1])
     if k == logits.shape[-1]:
         return True
     nearest = logits.topk(k + 1).values[-2:]

@@ -88,7 +88,7 @@ def print_check(console: Console, document: Json) -> None:
     meaning = _MEANING[verdict]
     if verdict is Verdict.PASS:
         meaning = "; ".join([meaning, *_reach(document)])
-    console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], highlight=False, soft_wrap=True)
+    console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], soft_wrap=True)
 
 
 def _reach(document: Json) -> list[str]:
@@ -127,13 +127,12 @@ def _print_greedy(console: Console, greedy: Json) -> None:
             f"greedy, {arm['name']}: {arm['verdict']}, {arm['identical']:,} of {arm['questions']:,} identical, "
             f"{arm['near_ties']} near ties, {arm['defects']} defects; {arm['tokens']:,} tokens compared, "
             f"{arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted",
-            highlight=False,
         )
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
     for failure in greedy["failures"]:
         console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
-    console.print(greedy["definition"], style="dim", highlight=False)
+    console.print(greedy["definition"], style="dim")
 
 
 def _divergence_table(divergences: list[Json]) -> Table:
@@ -149,20 +148,19 @@ def _divergence_table(divergences: list[Json]) -> Table:
 
 
 def _print_sampled(console: Console, sampled: Json) -> None:
-    console.print(f"sampled: {sampled['searched']}", highlight=False)
+    console.print(f"sampled: {sampled['searched']}")
     if not sampled["arms"]:
         console.print(
             "sampled: NOT TESTED, no place where a drafted token is open; give other --data, more --samples, or a "
             "larger --max-new-tokens",
             style="yellow",
-            highlight=False,
         )
     for fit in sampled["arms"]:
         name = fit["arm"] if fit["arm"] != BASELINE else f"{BASELINE} (control)"
-        console.print(f"sampled, {name}: {fit['verdict']}, {_numbers(fit)}", highlight=False)
+        console.print(f"sampled, {name}: {fit['verdict']}, {_numbers(fit)}")
         if fit["powers"]:
             console.print(_power_table(fit, [place["name"] for place in sampled["places"]]))
-    console.print(sampled["definition"], style="dim", highlight=False)
+    console.print(sampled["definition"], style="dim")
 
 
 def _numbers(fit: Json) -> str:

@@ -170,7 +170,7 @@ def _scatter(powers: np.ndarray, slope: np.ndarray, samples: np.ndarray) -> np.n
     """[places, D] variance of the sum over samples of x - slope x². powers: [places, 4, D] sums of x, x², x³, x⁴."""
     first, second, third, fourth = powers.transpose(1, 0, 2)
     total = first - slope * second
-    return np.asarray(second - 2 * slope * third + slope**2 * fourth - total**2 / samples[:, None])
+    return second - 2 * slope * third + slope**2 * fourth - total**2 / samples[:, None]
 
 
 def _exceeds(limit: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
@@ -192,4 +192,4 @@ def _difference(alone: Evidence, arm: Evidence) -> tuple[np.ndarray, np.ndarray]
 
 def _share(alone: Evidence, arm: Evidence) -> np.ndarray:
     """[D] how many tokens of the arm have a score for each one of the target alone."""
-    return np.asarray(arm.looked_at / np.maximum(alone.looked_at, 1))
+    return arm.looked_at / np.maximum(alone.looked_at, 1)

@@ -123,7 +123,7 @@ class RunProgress(Progress):
 def print_acceptance(console: Console, document: Json, explain: bool) -> None:
     """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
-    console.print(f"\n[bold]{headline(document)}[/bold]", highlight=False)
+    console.print(f"\n[bold]{headline(document)}[/bold]")
     for part, metrics in metric_parts():
         _print_table(console, part or f"{arms[0]['questions']} questions", _metric_table(arms, metrics))
     for title, key in groupings(arms[0]):
@@ -150,20 +150,20 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
         console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
     for name in document["not_measured"]:
         text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
-        console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow", highlight=False)
+        console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow")
     for text in cautions(document):
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow")
     if explain:
         labels = {metric.key: metric.label for metric in METRICS}
         named = {labels.get(key, key.replace("_", " ")): text for key, text in document["definitions"].items()}
         print_definitions(console, named)
     else:
         text = "what each number means: --explain; [low, high]: 95 % interval over the questions"
-        console.print(text, style="dim", highlight=False, markup=False)
+        console.print(text, style="dim", markup=False)
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:
-    console.print(f"\n[bold]{title}[/bold]", highlight=False)
+    console.print(f"\n[bold]{title}[/bold]")
     console.print(table)
 
 
@@ -256,7 +256,7 @@ def _print_best(console: Console, prediction: Json, questions: int) -> None:
         else:
             text = f"batch {size}: K={found['k']} is predicted to be the fastest up to the largest measured, "
             text += f"{found['speedup']:.{decimals(found['speedup'], questions, 2)}f} × the target alone"
-        console.print(text + untried(prediction, size), highlight=False)
+        console.print(text + untried(prediction, size))
 
 
 def untried(prediction: Json, size: str) -> str:
@@ -290,4 +290,4 @@ def _print_identity(console: Console, arms: Sequence[Json]) -> None:
 def print_definitions(console: Console, definitions: Mapping[str, str]) -> None:
     """Print what each number means."""
     for name, sentence in definitions.items():
-        console.print(f"[bold]{name}[/bold]: {sentence}", style="dim", highlight=False)
+        console.print(f"[bold]{name}[/bold]: {sentence}", style="dim")

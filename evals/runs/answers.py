@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec.requests.stats import RoundRecord
 from specdec.run_files import write_atomically
-
-Json = dict[str, Any]
+from specdec.values import Json
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,13 @@ def to_json(answer: Answer) -> Json:
     return {**asdict(answer), "turns": turns}
 
 
-def from_json(record: Mapping[str, Any]) -> Answer:
+def from_json(record: Json) -> Answer:
     """The answer that `to_json` wrote. Raises KeyError or TypeError when it is something else."""
     turns = tuple(_turn(turn) for turn in record["turns"])
     return Answer(**{**record, "turns": turns})
 
 
-def _turn(record: Mapping[str, Any]) -> Turn:
+def _turn(record: Json) -> Turn:
     return Turn(
         **{
             **record,
@@ -164,8 +163,7 @@ def segments(tokenizer: Any, completion: Any) -> tuple[tuple[str, str], ...]:
         accepted = min(record.accepted, record.emitted)
         pieces.append((ACCEPTED, _piece(tokenizer, ids[:place], ids[place : place + accepted])))
         place += accepted
-        if record.accepted < record.drafted:
-            pieces.append((REJECTED, _piece(tokenizer, ids[:place], list(drafts[record.accepted :]))))
+        pieces.append((REJECTED, _piece(tokenizer, ids[:place], list(drafts[record.accepted :]))))
         own = record.emitted - accepted
         pieces.append((TARGET, _piece(tokenizer, ids[:place], ids[place : place + own])))
         place += own

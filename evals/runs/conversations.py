@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from attention.errors import named_error
 from evals.data.datasets import Question, opening, render
 from evals.runs.answers import Answer, Json, Turn, seconds_a_round, segments
 from specdec.errors import SpecdecError
@@ -80,7 +81,7 @@ def _guarded(model: Any, arm: Configuration, chunk: Sequence[Question], asking: 
         if len(chunk) > 1:
             return [answer for question in chunk for answer in _guarded(model, arm, [question], asking)]
         question = chunk[0]
-        text = f"{type(error).__name__}: {error}"
+        text = named_error(error)
         return [Answer(question.id, arm.name, question.category, question.task, error=text)]
 
 

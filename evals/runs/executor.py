@@ -133,8 +133,7 @@ class RayExecutor:
     def on_one(self, function: Callable[[Worker], Result]) -> Result:
         """Call a function with one worker, in that worker's process."""
         (found,) = self._wait_for([self._actors[0].on_one.remote(function)])
-        result: Result = found
-        return result
+        return found
 
     def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
         """The answers of each piece of work as they come, in any order.
@@ -172,7 +171,7 @@ class RayExecutor:
 
         try:
             with _named_failures():
-                return list(ray.get(references, timeout=_START_S))
+                return ray.get(references, timeout=_START_S)
         except (RayActorError, GetTimeoutError) as error:
             raise WorkerError(f"a worker did not start: {error}") from error
 
@@ -203,8 +202,7 @@ def _answers(reference: Any, work: Work) -> list[Answer]:
 
     try:
         with _named_failures():
-            answers: list[Answer] = ray.get(reference)
-            return answers
+            return ray.get(reference)
     except RayActorError:
         text = f"WorkerError: its worker died {ATTEMPTS} times"
         return [

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable
 from pathlib import Path, PurePath
-from typing import Any
 
+from attention.errors import named_error
 from evals.data.datasets import DataSet, digest
 from evals.errors import RunStoreError
 from evals.runs.answers import Answer, Json, from_json, to_json
+from specdec.import_names import version_of
 from specdec.run_files import KeptLines, writing
 
 _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-python", "lm_eval")
@@ -24,14 +24,7 @@ _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-py
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that affect the numbers; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
 
 
 def device_name(device: str) -> str:
@@ -48,7 +41,7 @@ def data_facts(data: DataSet) -> Json:
     return {"name": data.name, "source": data.source, "sha256": data.sha256, "questions": len(data.questions)}
 
 
-def model_facts(facts: Mapping[str, Any]) -> Json:
+def model_facts(facts: Json) -> Json:
     """A model's facts as they may be published: a folder is reduced to its name, and nothing measured is among them."""
     target = str(facts["target"])
     device = str(facts["device"])
@@ -71,7 +64,7 @@ class RunStore(KeptLines):
     remedy = _REMEDY
     lost = "its questions are asked again"
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Json) -> None:
         """Open or create `folder`.
 
         Raises:
@@ -114,7 +107,7 @@ class RunStore(KeptLines):
             answer = from_json(record["answer"])
             key = record["key"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RunStoreError(f"{place}: damaged ({type(error).__name__}: {error}); {_REMEDY}") from error
+            raise RunStoreError(f"{place}: damaged ({named_error(error)}); {_REMEDY}") from error
         if key != self.key:
             raise RunStoreError(f"{place}: belongs to other settings; {_REMEDY}")
         self.answers[answer.question_id, answer.arm] = answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from specdec.cli.options import (
     option,
     sampling_of,
 )
+from specdec.values import Options
 
 if TYPE_CHECKING:
     from specdec.extensions.batches.run_batch import Records
@@ -68,13 +68,13 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
         context.exit(_FAILED)
 
 
-def _asking(options: Mapping[str, Any]) -> TaskDefaults:
+def _asking(options: Options) -> TaskDefaults:
     from specdec.extensions.batches.tasks import TaskDefaults
 
     return TaskDefaults(sampling_of(options), options["seed"] or 0, options["model"])
 
 
-def _settings(options: Mapping[str, Any], load: LoadOptions, asking: TaskDefaults) -> dict[str, Any]:
+def _settings(options: Options, load: LoadOptions, asking: TaskDefaults) -> Options:
     """What answers depend on."""
     loaded = {name: value for name, value in load.as_arguments().items() if name not in _SIZES}
     named = {name: options[name] for name in ("model", "draft", *SAMPLING)}
@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-def _records(options: Mapping[str, Any], load: LoadOptions, asking: TaskDefaults, workers: int | None) -> Records:
+def _records(options: Options, load: LoadOptions, asking: TaskDefaults, workers: int | None) -> Records:
     """What answers lines: a model in this process, or workers."""
     from specdec.cli.options import draft_of, load_model
 

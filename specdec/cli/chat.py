@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec.cli.options import SAMPLING_OPTIONS, added, examples, load_for_sampling, model_options, option
 from specdec.errors import InvalidInputError, SpecdecError
+from specdec.values import Options
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -51,7 +51,7 @@ def chat(system: str | None, chat_template: Any, chat_template_kwargs: str | Non
         pass
 
 
-def template_options(file: Any, variables: str | None) -> dict[str, Any]:
+def template_options(file: Any, variables: str | None) -> Options:
     """Options of the chat template. Raises click.BadParameter: the variables are no JSON object."""
     found = {} if file is None else {"chat_template": file.read()}
     if variables is not None:
@@ -86,7 +86,7 @@ class Conversation:
         model: SpeculativeModel,
         params: SamplingParams,
         system: str | None = None,
-        template: Mapping[str, Any] | None = None,
+        template: Options | None = None,
     ) -> None:
         """params: of every answer. system: the first message, which /reset keeps. template: options of `stream`."""
         self._model, self._params, self._template = model, params, dict(template or {})

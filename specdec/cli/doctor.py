@@ -11,18 +11,19 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import click
 
-from attention.errors import manual
+from attention.errors import manual, named_error
 from specdec.cli.lazy import DISTRIBUTION, PluginError, checkout, find_plugins
 from specdec.cli.options import examples, flag
-from specdec.import_names import ROOT, check_sibling, other_distribution
+from specdec.import_names import ROOT, check_sibling, other_distribution, version_of
 from specdec.user_warnings import busy_cores
+from specdec.values import Json, size
 
 _PACKAGES = (
     "torch",
@@ -39,8 +40,6 @@ _OF_A_CHECKOUT = ("dev", "docs")
 _SIBLINGS = ("attention", "drafters")
 _SETTINGS = ("SPECDEC_DATA", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET")
 """Variables of the environment that change what runs."""
-
-Facts = dict[str, Any]
 
 
 @click.command(epilog=examples("specdec doctor", "specdec doctor --json"))
@@ -60,18 +59,18 @@ def doctor(as_json: bool) -> None:
     sys.exit(1 if facts["problems"] else 0)
 
 
-def examined() -> Facts:
+def examined() -> Json:
     """What the command prints, by section."""
     wanted, extras = requirements()
     device = device_facts()
     return {
         "specdec": {
-            "version": _version(DISTRIBUTION),
+            "version": version_of(DISTRIBUTION),
             "folder": _short(ROOT),
             "docs and examples": _short(manual() or ROOT),
         },
         "system": system_facts(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "device": device,
         "extras": {name: extra_facts(name, needed) for name, needed in extras.items()},
         "caches": cache_facts(),
@@ -118,13 +117,13 @@ def unmet(needed: list[str]) -> list[str]:
         requirement = Requirement(text)
         if requirement.name == DISTRIBUTION or (requirement.marker is not None and not requirement.marker.evaluate()):
             continue
-        found = _version(requirement.name)
+        found = version_of(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             missing.append(f"{requirement.name}{requirement.specifier}")
     return missing
 
 
-def extra_facts(name: str, needed: list[str]) -> Facts:
+def extra_facts(name: str, needed: list[str]) -> Json:
     """Whether an extra is there; if not, what it lacks and how to get it."""
     missing = unmet(needed)
     return {"present": not missing} | (
@@ -148,30 +147,30 @@ def shadowed() -> list[str]:
     return found
 
 
-def system_facts() -> Facts:
+def system_facts() -> Json:
     """Python and the machine."""
-    facts: Facts = {
+    facts: Json = {
         "python": platform.python_version(),
         "executable": _short(sys.executable),
         "platform": platform.platform(),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        facts["memory"] = _size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        facts["memory"] = size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return facts
 
 
-def device_facts() -> Facts:
+def device_facts() -> Json:
     """What torch sees: its CUDA or HIP version, and each GPU. "error" where torch cannot be imported."""
     try:
         import torch
     except Exception as error:
-        return {"error": f"torch cannot be imported: {type(error).__name__}: {error}"}
-    facts: Facts = {"torch built for": _built_for(torch), "CPU threads": torch.get_num_threads(), "GPUs": []}
+        return {"error": f"torch cannot be imported: {named_error(error)}"}
+    facts: Json = {"torch built for": _built_for(torch), "CPU threads": torch.get_num_threads(), "GPUs": []}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)
-            facts["GPUs"].append(f"{found.name}, {_size(found.total_memory)}, compute {found.major}.{found.minor}")
+            facts["GPUs"].append(f"{found.name}, {size(found.total_memory)}, compute {found.major}.{found.minor}")
     return facts
 
 
@@ -181,18 +180,18 @@ def _built_for(torch: Any) -> str:
     return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"
 
 
-def hints(device: Facts) -> list[str]:
+def hints(device: Json) -> list[str]:
     """What would run, but slower than it could."""
     if not device.get("GPUs"):
         built, busy = device.get("torch built for", ""), busy_cores(device.get("CPU threads", 1))
         text = "; torch is built for CUDA and would use one" if built.startswith("CUDA") else ""
         return [f"no GPU: the torch backend serves on the CPU{text}", *filter(None, [busy])]
-    if _version("flashinfer-python") is None and str(device["torch built for"]).startswith("CUDA"):
+    if version_of("flashinfer-python") is None and str(device["torch built for"]).startswith("CUDA"):
         return [f'FlashInfer is missing: rounds are slower without it; pip install "{DISTRIBUTION}[cuda]"']
     return []
 
 
-def cache_facts() -> Facts:
+def cache_facts() -> Json:
     """Where each cache lies (None where that cannot be found out), how large it is, and the variable that moves it."""
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
     triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
@@ -230,10 +229,10 @@ def _held(folder: Path | None) -> str:
                 total += os.lstat(os.path.join(parent, name)).st_size
             except OSError:  # deleted meanwhile
                 continue
-    return _size(total) if total else "empty"
+    return size(total) if total else "empty"
 
 
-def in_lines(facts: Facts) -> list[str]:
+def in_lines(facts: Json) -> list[str]:
     """The facts as plain text, a section after the other; problems and hints last."""
     lines = []
     for section in ("specdec", "system", "packages", "device", "settings"):
@@ -255,25 +254,6 @@ def _word(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(value) or "none"
     return "not installed" if value is None else str(value)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one.
-
-    >>> _size(1536), _size(3 << 30)
-    ('1.5 KiB', '3 GiB')
-    """
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if num_bytes >= 2**shift:
-            return f"{num_bytes / 2**shift:.3g} {unit}"
-    return f"{num_bytes / 2**10:.3g} KiB"
 
 
 def _short(path: str | Path) -> str:

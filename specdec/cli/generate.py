@@ -25,6 +25,7 @@ from specdec.cli.options import (
     option,
 )
 from specdec.errors import InvalidInputError
+from specdec.values import Json
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -113,14 +114,11 @@ def read_prompt_file(path: Path) -> list[Any]:
 
 
 def _read_file(path: Path) -> list[PromptLine]:
-    if path.suffix == ".jsonl":
-        from drafters.training.data import question_lines
+    from drafters.training.data import question_lines, read_text
 
+    if path.suffix == ".jsonl":
         return [PromptLine(content, row.get("id")) for _, row, content in question_lines(path)]
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # files of Windows begin with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read prompts from {path}: {error}") from error
+    text = read_text(path, "prompts")
     if not text.strip():
         raise InvalidInputError(f"{path} is empty; at least one token is needed")
     return [PromptLine(text.rstrip("\n"))]
@@ -143,7 +141,7 @@ def _write_json(
     return done
 
 
-def _record(completion: Completion) -> dict[str, Any]:
+def _record(completion: Completion) -> Json:
     pooled = completion.pooled
     return {
         "text": completion.text,

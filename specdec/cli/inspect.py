@@ -133,16 +133,16 @@ def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) 
         return
     console = make_console()
     for line in fit_lines(facts):
-        console.print(line, style="green", highlight=False)
+        console.print(line, style="green")
     if agreement is not None:
         if agreement.chains is not None:
             console.print(readings_table(agreement))
         style = "green" if agreement.verdict == "fine" else "red"
         for line in agreement_lines(agreement):
-            console.print(line, style=style, highlight=False, markup=False)
+            console.print(line, style=style, markup=False)
     console.print(facts_table(facts))
     for line in fact_notes(facts):
-        console.print(line, style="dim", highlight=False, markup=False)
+        console.print(line, style="dim", markup=False)
     if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
         console.print(report_table(model.head.checkpoint_report))
 
@@ -156,5 +156,5 @@ def _print_head(report: HeadReport, remark: str, as_json: bool) -> None:
         click.echo(json.dumps(found | {"fields": fields, "remark": remark}, indent=2, ensure_ascii=False, default=str))
         return
     console = make_console()
-    console.print(remark, highlight=False, markup=False)
+    console.print(remark, markup=False)
     console.print(report_table(report))

@@ -25,6 +25,7 @@ import click
 
 from specdec.errors import SpecdecError
 from specdec.import_names import ROOT, check_sibling
+from specdec.values import Json
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 """Click's settings of every group."""
@@ -159,10 +160,10 @@ class Plugin:
             return str(error)
 
 
-def checkout(root: Path) -> dict[str, Any]:
+def checkout(root: Path) -> Json:
     """The [project] table of the pyproject.toml at `root`; {} where it is another project's, or there is none."""
     file = root / "pyproject.toml"
-    project: dict[str, Any] = tomllib.loads(file.read_text("utf-8")).get("project", {}) if file.is_file() else {}
+    project: Json = tomllib.loads(file.read_text("utf-8")).get("project", {}) if file.is_file() else {}
     return project if project.get("name") == DISTRIBUTION else {}
 
 

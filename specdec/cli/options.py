@@ -14,7 +14,7 @@ from specdec.errors import InvalidInputError
 from specdec.loading.names import draft_name, model_name
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
-from specdec.values import MOST_COUNT
+from specdec.values import MOST_COUNT, Options
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -70,7 +70,7 @@ def added(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Command], _Comm
     return lambda command: reduce(lambda made, add: add(made), reversed(options), command)
 
 
-def check_sampling(options: Mapping[str, Any]) -> None:
+def check_sampling(options: Options) -> None:
     """Raises click.UsageError: an option of sampling that would do nothing at temperature 0."""
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if options["temperature"] == 0 and options.get(name, off) != off:
@@ -78,7 +78,7 @@ def check_sampling(options: Mapping[str, Any]) -> None:
             raise click.UsageError(f"{given} decides nothing at temperature 0; leave it out, or give --temperature")
 
 
-def sampling_of(options: Mapping[str, Any], **more: Any) -> SamplingParams:
+def sampling_of(options: Options, **more: Any) -> SamplingParams:
     """SamplingParams from a command's options. more: options of SamplingParams that it decides itself.
 
     Raises:
@@ -100,7 +100,7 @@ def offered(command: str, without: Container[str] = (), kind: type[LoadOptions] 
 
 def load_options(
     names: Container[str],
-    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    changes: Mapping[str, Options] | None = None,
     kind: type[LoadOptions] = LoadOptions,
 ) -> Callable[[_Command], _Command]:
     """A decorator that adds these load options, in the order of `LoadOptions`.
@@ -137,7 +137,7 @@ def _click_type(kind: Kind) -> click.ParamType | type[str]:
     return click.Choice(list(kind.words)) if isinstance(kind, Choice) else str
 
 
-def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:
+def load_options_of(options: Options, **more: Any) -> LoadOptions:
     """The load options among a command's options; `more`: those that it has under other names.
 
     Raises:
@@ -152,7 +152,7 @@ _draft = option("--draft", _DRAFT_HELP, draft_name, "auto")
 
 
 def model_options(
-    without: Container[str] = (), changes: Mapping[str, Mapping[str, Any]] | None = None
+    without: Container[str] = (), changes: Mapping[str, Options] | None = None
 ) -> Callable[[_Command], _Command]:
     """A decorator that adds the options for loading a model and a head. without: see `offered`. changes: see
     `load_options`."""
@@ -192,7 +192,7 @@ def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel
     return loaded
 
 
-def load_for_sampling(options: Mapping[str, Any]) -> tuple[SpeculativeModel, SamplingParams]:
+def load_for_sampling(options: Options) -> tuple[SpeculativeModel, SamplingParams]:
     """The model that a command's options name, and how it samples by its `SAMPLING_OPTIONS`.
 
     Raises:

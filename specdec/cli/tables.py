@@ -12,13 +12,10 @@ from rich.table import Table
 from drafters.checkpoints.config_fields import HeadReport
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, pool_requests
+from specdec.values import Json, size
 
 if TYPE_CHECKING:
     from specdec.extensions.head_check.check import Agreement, Tried
-
-
-Facts = dict[str, Any]
-"""What a model's `describe` gives."""
 
 
 def percentages(rates: Sequence[float]) -> str:
@@ -65,7 +62,7 @@ def prompt_tokens(completions: Sequence[Completion]) -> str:
     )
 
 
-def route_rows(facts: Facts) -> list[tuple[str, str]]:
+def route_rows(facts: Json) -> list[tuple[str, str]]:
     """What served the attention, and whether rounds ran from graphs."""
     rows = [(f"attention of the {group}", route) for group, route in facts["attention"].items()]
     if recurrent := facts.get("recurrent"):
@@ -98,19 +95,11 @@ def human(name: str, value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def size(num_bytes: int) -> str:
-    """Bytes in the largest unit of which there is at least a tenth."""
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if num_bytes >= 0.1 * 2**shift:
-            return f"{num_bytes / 2**shift:.3g} {unit}"
-    return f"{num_bytes / 2**10:.3g} KiB"
-
-
 def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
-def fit_lines(facts: Facts) -> list[str]:
+def fit_lines(facts: Json) -> list[str]:
     """That what was loaded fits: target and head each other, the cache the requested sizes. Else loading had failed."""
     engine = facts["engine"]
     lines = [f"the target passes its self-test (relative error {human('error', facts['self_test_error'])})"]
@@ -133,9 +122,12 @@ def fit_lines(facts: Facts) -> list[str]:
 
 
 def make_console() -> Console:
-    """The console of a long table: as wide as the terminal; in a file or pipe wide enough that nothing is folded."""
-    console = Console()
-    return console if console.is_terminal else Console(width=140)
+    """The console of a long table: as wide as the terminal; in a file or pipe wide enough that nothing is folded.
+
+    Numbers in its lines have no colour of their own.
+    """
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=140, highlight=False)
 
 
 _NOTES = {
@@ -148,13 +140,13 @@ _NOTES = {
 """Explanations of facts whose names do not explain themselves."""
 
 
-def fact_notes(facts: Facts) -> list[str]:
+def fact_notes(facts: Json) -> list[str]:
     """A sentence for each fact that the model has and whose name does not explain itself."""
     shown = facts | facts["engine"]
     return [f"{name}: {text}" for name, text in _NOTES.items() if shown.get(name) is not None]
 
 
-def facts_table(facts: Facts) -> Table:
+def facts_table(facts: Json) -> Table:
     """A description, one fact a row; nested mappings are indented. Long values are folded, never cut."""
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
@@ -175,7 +167,7 @@ def report_table(report: HeadReport) -> Table:
     return table
 
 
-def _flat(facts: Facts, indent: str = "") -> list[tuple[str, str]]:
+def _flat(facts: Json, indent: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
         if isinstance(value, dict):

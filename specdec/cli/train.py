@@ -12,6 +12,7 @@ from attention.backends.kinds import KINDS
 from specdec.cli.options import COUNT, FILE, added, examples, flag, load_options, load_options_of, offered, option
 from specdec.errors import InvalidInputError
 from specdec.loading.names import model_name
+from specdec.values import Options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from specdec.extensions.training.run_folder import Questions, Setting
 
 
-Options = dict[str, Any]
 _MODEL_HELP = "Target: built-in name, folder or hub name."
 _DATA = (
     option(
@@ -117,7 +117,7 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     _run(options, "mtp", {"module": resolve(source), "mtp_concat": mtp_concat, "mtp_feedback": mtp_feedback})
 
 
-def _run(options: Options, family: str, chosen: dict[str, Any]) -> None:
+def _run(options: Options, family: str, chosen: Options) -> None:
     """Let the target answer, then train; whatever can be found wrong is found before the target answers."""
     from rich.console import Console
 

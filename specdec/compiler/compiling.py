@@ -33,6 +33,8 @@ _LEAST_ATTENTIONS = 3
 _SIZES = (int, torch.SymInt)
 _GIVEN = ("placeholder", "get_attr")
 """Nodes that compute nothing: a graph's inputs and its constants."""
+Compiled = Callable[..., Any]
+"""A function or a model, compiled or to be compiled."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class _Region:
     outputs: tuple[Node, ...]
 
 
-def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
     """A backend of torch.compile: inference graphs, region by region, each form compiled once. Returns the function.
 
     A graph of few attentions is compiled as it is, and so is one whose regions pass on anything but tensors and sizes.
@@ -52,7 +54,7 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Calla
     regions = cut(module.graph)
     if regions is None:
         return _compiled(module, example_inputs)
-    compiled: dict[str, Callable[..., Any]] = {}
+    compiled: dict[str, Compiled] = {}
     graph, made = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         if node.op in _GIVEN:
@@ -135,12 +137,12 @@ def value_of(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compiled(module: GraphModule, inputs: Sequence[Any]) -> Compiled:
     """A graph as the compiler's default backend makes it."""
-    return cast(Callable[..., Any], compile_fx(module, list(inputs)))
+    return cast(Compiled, compile_fx(module, list(inputs)))
 
 
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _named(function: Compiled, name: str) -> Compiled:
     """The function under a unique name, by which a graph's code finds it."""
 
     def call(*arguments: Any) -> Any:
@@ -226,7 +228,7 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
         raise found from None
 
 
-def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
+def for_any_batch(model: Compiled) -> Compiled:
     """A batch-invariant compiled model for the self-test's calls: it runs the code of the graphs, compiled once.
 
     The self-test calls in inference mode, whose tensors have guards that differ from the capture's.
@@ -240,11 +242,11 @@ def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def compiled_model(model: nn.Module) -> Callable[..., Any]:
+def compiled_model(model: nn.Module) -> Compiled:
     """The model as one compiled graph for any number of tokens >= 2. Call it first inside `compiler_settings`."""
     return compiled(model)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Compiled) -> Compiled:
     """A function of tensors as one compiled graph for any number of rows. Call it first inside `compiler_settings`."""
     return torch.compile(function, backend=compile_regions, fullgraph=True, dynamic=True)

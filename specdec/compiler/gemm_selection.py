@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from specdec.compiler.siblings import SiblingLinear
+from specdec.errors import OutputError
 from specdec.ops.gemm import Algorithm, Launch, Library, ProductShape, library_of, use
 from specdec.ops.linear import MOST_TOKENS, usual_product
+from specdec.run_files import write_atomically
 
 log = logging.getLogger("specdec")
 _FORMAT = 2
@@ -68,11 +70,9 @@ class ChoiceStore:
                 both = self.read() | {str(shape): choice for shape, choice in choices.items()}
                 entries = {name: found and [found.data.hex(), found.workspace] for name, found in sorted(both.items())}
                 content = {"format": _FORMAT, "gpu": self._gpu, "library": self._version, "choices": entries}
-                # Written to a temporary file and renamed: `read` takes no lock and must never see half a file.
-                new = self.path.with_suffix(f".{os.getpid()}.new")
-                new.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-                os.replace(new, self.path)
-        except (OSError, TimeoutError) as error:
+                # Whole: `read` takes no lock and must never see half a file.
+                write_atomically(self.path, json.dumps(content, indent=1) + "\n")
+        except (OSError, OutputError) as error:  # a lock that cannot be had is a TimeoutError, which is an OSError
             log.warning("choices of matmul algorithms are not kept: %s", error)
             return False
         return True

@@ -13,6 +13,8 @@ from torch.fx import Graph, Node
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
+Found = dict[str, Any]
+"""What the names of a pattern stand for."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,12 @@ class Call:
     readers: int = 0
 
 
-def match(pattern: Call, node: Any) -> dict[str, Any] | None:
+def match(pattern: Call, node: Any) -> Found | None:
     """The values of a pattern's names where `node` has this form, else None."""
     return next(_matches(pattern, node, {}), None)
 
 
-def _matches(pattern: Any, value: Any, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _matches(pattern: Any, value: Any, found: Found) -> Iterator[Found]:
     if isinstance(pattern, str):
         if found.get(pattern, value) == value:
             yield found | {pattern: value}
@@ -50,7 +52,7 @@ def _matches(pattern: Any, value: Any, found: dict[str, Any]) -> Iterator[dict[s
         yield found
 
 
-def _all(patterns: Sequence[Any], values: Sequence[Any], found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _all(patterns: Sequence[Any], values: Sequence[Any], found: Found) -> Iterator[Found]:
     if len(patterns) != len(values):
         return
     if not patterns:

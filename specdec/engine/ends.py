@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
+from attention.errors import named_error
 from specdec.errors import RoundFailedError
 from specdec.requests.request import FinishReason, Request, Update
 
@@ -68,7 +69,7 @@ class Deadlines:
 def round_failed(error: Exception, count: int) -> RoundFailedError:
     """A new error object for each request, because callers in several threads raise them."""
     failed = RoundFailedError(
-        f"a round failed with {type(error).__name__}: {error}; the {count} requests in it were ended, others go on"
+        f"a round failed with {named_error(error)}; the {count} requests in it were ended, others go on"
     )
     failed.__cause__ = error
     return failed

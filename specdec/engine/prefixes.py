@@ -16,7 +16,6 @@ What is cached, and when:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.windowed import WindowedTables
 from attention.hf.gate import gate_of
-from drafters.loops.base import DraftLoop, SharesPages
+from drafters.loops.base import AnyLoop, SharesPages
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.requests.request import Request
@@ -233,11 +232,10 @@ class Prefixes:
 
     def _tokens(self, row: int) -> np.ndarray:
         """[n] int32 committed tokens."""
-        tokens: np.ndarray = self._table.tokens[row, : self._table.length[row]]
-        return tokens
+        return self._table.tokens[row, : self._table.length[row]]
 
 
-def prefix_cache(config: EngineConfig, loop: DraftLoop[Any, Any] | None) -> PrefixCache | None:
+def prefix_cache(config: EngineConfig, loop: AnyLoop | None) -> PrefixCache | None:
     """The prefix cache of an engine with this draft loop; None where it is off.
 
     Raises:

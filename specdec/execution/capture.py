@@ -11,10 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.padding import padding_known
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
-from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, passes_attend
+from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, Passes, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import compiler_settings
@@ -118,8 +117,8 @@ class EmptyRound:
     """
 
     target: DeviceRound
-    prefill: tuple[CommonAttentionMetadata, ...] = ()
-    steps: tuple[CommonAttentionMetadata, ...] = ()
+    prefill: Passes = ()
+    steps: Passes = ()
     carried: CarriedRows | None = None
 
 
@@ -132,26 +131,25 @@ def step_rows(rows: int) -> int:
     return max(rows, 2)
 
 
+@dataclass(frozen=True, eq=False)
 class DraftCapture:
-    """Captures the fixed-shape form of a draft loop."""
+    """Captures the fixed-shape form of a draft loop. sampled: None where drafts are greedy in all rows."""
 
-    def __init__(self, loop: FixedLoop, sampled: SampledDrafts | None, runner: GroupRunner, pool: Any) -> None:
-        """sampled: None where drafts are greedy in all rows."""
-        self.loop = loop
-        self.sampled = sampled
-        self._runner = runner
-        self._pool = pool
+    loop: FixedLoop
+    sampled: SampledDrafts | None
+    runner: GroupRunner
+    pool: Any
 
     def run_plainly(self, result: PackedResult, round_: EmptyRound) -> None:
         """The draft prefill without its attention, not compiled and not captured."""
-        self._prefill(result, round_, [self._runner.blank(each) for each in round_.prefill], compiled=False)
+        self._prefill(result, round_, [self.runner.blank(each) for each in round_.prefill], compiled=False)
 
     def compile(self, result: PackedResult, round_: EmptyRound) -> None:
         """Run the draft prefill and the steps once without their attention, so that they are compiled."""
-        self._prefill(result, round_, [self._runner.blank(each) for each in round_.prefill])
+        self._prefill(result, round_, [self.runner.blank(each) for each in round_.prefill])
         before = None
         for index, metadata in enumerate(round_.steps):
-            before, _ = self.loop.step(index, step_rows(result.num_rows), self._runner.blank(metadata), before)
+            before, _ = self.loop.step(index, step_rows(result.num_rows), self.runner.blank(metadata), before)
 
     def capture(
         self, result: PackedResult, round_: EmptyRound, target: FixedPlanner, recorder: Recorder
@@ -164,7 +162,7 @@ class DraftCapture:
         planners, planned = [], []
         for m, metadata in enumerate(round_.prefill):  # only the first, without a bonus token, has `target`'s lengths
             width = metadata.num_tokens // rows
-            planners.append(self._runner.fixed_planner(rows, width, None if m or width > query_len else target))
+            planners.append(self.runner.fixed_planner(rows, width, None if m or width > query_len else target))
             planned.append(planners[-1].plan(metadata))
         prefill = self._recorded(partial(self._prefill_and_choose, result, round_, planned), recorder)
         return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
@@ -175,10 +173,10 @@ class DraftCapture:
 
     def _recorded(self, launch: Callable[[bool], Tensor | None], recorder: Recorder) -> PassGraph:
         """A pass with the drafts of sampled rows drawn by launch(drawn), or without; it returns what the next reads."""
-        graph, x = recorder(partial(launch, False), self._pool)
+        graph, x = recorder(partial(launch, False), self.pool)
         if self.sampled is None:
             return PassGraph(graph, None, (x, None))
-        drawn, drawn_x = recorder(partial(launch, True), self._pool)
+        drawn, drawn_x = recorder(partial(launch, True), self.pool)
         return PassGraph(graph, drawn, (x, drawn_x))
 
     def _prefill_and_choose(
@@ -209,13 +207,13 @@ class DraftCapture:
         inputs = FixedPrefill(tokens.reshape(-1), first + result.num_accepted, round_.carried)
         positions = [metadata.positions for metadata in round_.prefill]
         with padding_known(round_.prefill[0]):
-            return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
+            return self.loop.prefill(inputs, positions, passes_attend(self.runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
         """Each form of a step (greedy, drawn) reads the output of the same form of the step before."""
         steps: list[StepGraph] = []
         for index, metadata in enumerate(round_.steps):
-            planner = self._runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
+            planner = self.runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
             before = steps[-1].run.x if steps else (None, None)
             launch = partial(self._step_and_choose, index, step_rows(rows), planner.plan(metadata), before)
             steps.append(StepGraph(planner, self._recorded(launch, recorder)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from attention.batch.host import BatchExtra, offsets_within
 from attention.batch.metadata import ExtraSection, MakeSection
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.values import Json
 from specdec.wrapped.long_rope import LongRopeRule, RotaryPositions
 
 LONG_FACTORS = 1
@@ -24,7 +24,7 @@ class LongFactors(RoundExtra):
 
     rule: LongRopeRule
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         return {"long_rope": self.rule}
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from drafters.loops.lookup import SharedTexts, TokenIndex
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable
+from specdec.values import Json
 
 SHARED_TOKENS = 1 << 18
 """Most tokens of ended requests that are looked into."""
@@ -39,7 +40,7 @@ class LookupDrafts(RoundExtra):
     greedy: bool = False
     drafts: ClassVar[str] = "lookup"
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """See `RoundExtra.facts`."""
         return {"lookup": {"min": self.least, "max": self.longest, "shared": self.shared}}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from attention.recurrence.runner import StateSection
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import RoundExtra
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.values import Json
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RecurrentStates(RoundExtra):
 
     rule: FoldRule
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         return {"fold_rule": vars(self.rule)}
 
     def columns(self, max_rows: int) -> FoldedTokens:

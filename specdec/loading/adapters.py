@@ -20,11 +20,13 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.tensor_files import read_json
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
-from specdec.loading.checkpoint import Adapter, Checkpoint, Merge, find_checkpoint
+from specdec.loading.checkpoint import Adapter, Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
+from specdec.options.kinds import OrAuto
 from specdec.user_warnings import warn_user
 from specdec.values import short
 
@@ -65,7 +67,7 @@ def check_kinds(name: str, configs: Iterable[Any]) -> None:
         UnsupportedModelError: an adapter of another kind, which the message names.
     """
     for config in configs:
-        values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        values: Config = config if isinstance(config, Mapping) else vars(config)
         kind = str(getattr(values.get("peft_type"), "value", values.get("peft_type")))
         if kind in _INPUTS:
             reason = "puts trained vectors before the prompt, which changes the model's inputs"
@@ -80,7 +82,7 @@ def check_kinds(name: str, configs: Iterable[Any]) -> None:
         raise UnsupportedModelError(f"{name}: an adapter of peft_type {kind} {reason}; it is not supported")
 
 
-def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merge) -> Checkpoint:
+def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAuto) -> Checkpoint:
     """Where a target is read from, with the adapter (folder or hub name, or None) that is to be applied to it.
 
     The target may be an adapter itself, whose configuration names its base. merge: see the load option merge_adapter.
@@ -130,13 +132,13 @@ def _are_others(base: str, target: str) -> bool:
     return all(names) and not any(_SNAPSHOT.fullmatch(name) for name in names) and names[0] != names[1]
 
 
-def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adapter:
+def _adapter(place: Checkpoint, config: Config, merge: OrAuto) -> Adapter:
     check_kinds(place.name, [config])
     base = config.get("base_model_name_or_path")
     return Adapter(place.name, place, str(config["peft_type"]), base if isinstance(base, str) else "", merge)
 
 
-def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
+def _config(checkpoint: Checkpoint, what: str) -> Config | None:
     """adapter_config.json of a folder or a hub model; None where it has none.
 
     Raises:

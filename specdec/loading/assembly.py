@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from attention.backends.base import AttentionBackend
-from attention.backends.building import Build
+from attention.backends.building import Builds
 from attention.backends.kinds import CascadeBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.groups import runner_of
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import DraftLoop, SharesPages
+from drafters.loops.base import AnyLoop, SharesPages
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import InvalidInputError
@@ -27,6 +27,7 @@ from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.cuda_graphs import GraphChoice, Graphs, choose_graphs, uncapturable
 from specdec.loading.progress import log
 from specdec.options.generation_config import eos_ids
+from specdec.options.kinds import OrAuto
 from specdec.rounds.buckets import loop_limits
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test
@@ -69,9 +70,7 @@ class Parts:
     cache_bytes: int
 
 
-def choose_prefix_caching(
-    loop: DraftLoop[Any, Any] | None, asked: bool | Literal["auto"], recurrent: bool = False
-) -> str:
+def choose_prefix_caching(loop: AnyLoop | None, asked: OrAuto, recurrent: bool = False) -> str:
     """ "on", or "off: " and the reason.
 
     Args:
@@ -140,7 +139,7 @@ class Assembly:
     graphs: str
 
 
-def assemble(parts: Parts, cuda_graphs: bool | Literal["auto"], group: Group) -> Assembly:
+def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
     """Allocate caches, test the target, compile and capture, and wait for kernels. An error leaves the model as it was.
 
     Args:
@@ -235,6 +234,6 @@ def dismantle(model: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def builds_of(runners: Iterable[GroupRunner]) -> tuple[Build, ...]:
+def builds_of(runners: Iterable[GroupRunner]) -> Builds:
     """Attention kernels of these runners that were built or loaded in the background."""
     return tuple(dict.fromkeys(build for runner in runners for build in runner.builds))

@@ -10,12 +10,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.utils import cached_file
 
+from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import (
     hub_answers,
@@ -39,7 +39,8 @@ from specdec.loading.quantisation import (
     check_packages,
     check_quantisation,
 )
-from specdec.values import short
+from specdec.options.kinds import OrAuto
+from specdec.values import Options, short
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 """In the order in which transformers looks for them; an index of shards is looked for after each.
@@ -128,9 +129,6 @@ _LAYER_COUNTS = frozenset(
 _MOST_LAYERS = 1024
 """Eight times the layers of the deepest models. transformers makes all modules before it looks at any weight."""
 
-Merge = bool | Literal["auto"]
-"""See the load option merge_adapter."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -170,7 +168,7 @@ class Checkpoint:
         return self.is_folder and os.path.isfile(os.path.join(self.path, QUANTO_MAP))
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Options:
         """For every from_pretrained of transformers: config, model and tokenizer must be of one revision."""
         return {
             "trust_remote_code": self.trust_remote_code,
@@ -192,7 +190,7 @@ class Adapter:
     checkpoint: Checkpoint
     kind: str
     base: str
-    merge: Merge
+    merge: OrAuto
 
     def __str__(self) -> str:
         trained = f", trained for {self.base}" if self.base else ""
@@ -287,7 +285,7 @@ def gguf_types(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     return {"quant_method": GGUF, "quant_type": ", ".join(packed)} if packed else None
 
 
-def check_depth(config: Mapping[str, Any]) -> None:
+def check_depth(config: Config) -> None:
     """Check that a configuration, and those inside it, has no more layers than any model, before one of them is made.
 
     Raises:
@@ -309,7 +307,7 @@ def _without_config(names: set[str]) -> str:
     return f"the folder has no config.json; it holds {short(sorted(names))}"
 
 
-def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str]) -> None:
+def _check_no_head(folder: Path, config: Config, names: set[str]) -> None:
     try:
         shapes = _shapes(folder, names)
         layout = detect(config, {short: shapes[name] for short, name in strip_prefixes(shapes).items()})
@@ -326,7 +324,7 @@ def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
 
 
-def _check_model_type(config: Mapping[str, Any]) -> None:
+def _check_model_type(config: Config) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ModelLoadError("config.json has no model_type; it is no model that transformers can read")
@@ -337,7 +335,7 @@ def _check_model_type(config: Mapping[str, Any]) -> None:
         )
 
 
-def _modelopt_config(folder: Path, names: set[str]) -> Mapping[str, Any] | None:
+def _modelopt_config(folder: Path, names: set[str]) -> Config | None:
     """ModelOpt's own file about its quantisation, as a `quantization_config`; None without such a file."""
     if MODELOPT_FILE not in names:
         return None

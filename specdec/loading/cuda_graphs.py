@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from torch import nn
 from attention.backends.base import AttentionBackend, GraphBackend
 from attention.hf.weights import runs_plainly
 from drafters.base import Head
-from drafters.loops.base import DraftLoop, GraphLoop
+from drafters.loops.base import AnyLoop, GraphLoop
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, InvariantError, KernelBuildError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.interrupts import interrupt_in
 from specdec.loading.progress import log
+from specdec.options.kinds import OrAuto
 from specdec.user_warnings import warn_user
 from specdec.wrapped.alterations import unseen_state
 from specdec.wrapped.probing import TargetProbe
@@ -56,8 +57,8 @@ class GraphChoice:
 
 def choose_graphs(
     backend: AttentionBackend,
-    loop: DraftLoop[Any, Any] | None,
-    cuda_graphs: bool | Literal["auto"],
+    loop: AnyLoop | None,
+    cuda_graphs: OrAuto,
     uncapturable: str = "",
 ) -> GraphChoice:
     """Decide on CUDA graphs: True and False decide; "auto" uses them if they can be captured.

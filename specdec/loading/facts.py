@@ -15,6 +15,7 @@ from specdec.loading.assembly import builds_of
 from specdec.loading.cache_format import scales_in_words
 from specdec.loading.quantisation import dtype_in_words, kind_in_words, quantisation_of
 from specdec.options.generation_config import named, sampling_of_model, unsupported
+from specdec.values import Json
 from specdec.wrapped.changes import adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import tokens_fingerprint
 
@@ -31,7 +32,7 @@ _ROUNDED = (
 _SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose all keys"
 
 
-def facts_of(model: Any) -> dict[str, Any]:
+def facts_of(model: Any) -> Json:
     """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
     hybrid, captured = model.target.states is not None, getattr(model.engine.executor, "report", None)
@@ -75,7 +76,7 @@ def facts_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _head(head: Any, device: Any) -> dict[str, Any]:
+def _head(head: Any, device: Any) -> Json:
     if head is None:
         return dict.fromkeys(("head", "aux_layers", "draft_vocab_size", "draft_rows_bytes", "draft_tokens"))
     rows = getattr(head, "draft_rows", None)
@@ -97,7 +98,7 @@ def _adapter(model: Any) -> str | None:
     return f"{named}, {'live' if live else 'merged'}"
 
 
-def _quantisation(model: Any) -> dict[str, Any] | None:
+def _quantisation(model: Any) -> Json | None:
     """How the target's weights are stored and run, and which layers; None for a target that is not quantised."""
     target, stored = model.hf_model, None if model.checkpoint is None else model.checkpoint.quantisation
     found = stored or quantisation_of(target, None)
@@ -165,7 +166,7 @@ def _long_rope(model: Any) -> str | None:
     return f"short factors up to {rule.original:,} tokens, long ones beyond{again}"
 
 
-def _sizes(config: EngineConfig) -> dict[str, Any]:
+def _sizes(config: EngineConfig) -> Json:
     found = vars(config) | {"fold_rule": None, "long_rope": None}
     for extra in config.extras:
         found |= extra.facts()
@@ -174,7 +175,7 @@ def _sizes(config: EngineConfig) -> dict[str, Any]:
     return found
 
 
-def _recurrent(states: StateRunner) -> dict[str, Any]:
+def _recurrent(states: StateRunner) -> Json:
     """What a target's recurrent layers are, what computes them, and what a row's states take."""
     group = states.group
     row_bytes = group.bytes_per_row(states.dtype)
@@ -186,7 +187,7 @@ def _recurrent(states: StateRunner) -> dict[str, Any]:
     }
 
 
-def _graphs(report: GraphReport) -> dict[str, Any]:
+def _graphs(report: GraphReport) -> Json:
     """A capture's report with its memory in GiB."""
     facts = dict(vars(report))
     facts["GiB"] = round(facts.pop("bytes") / 2**30, 3)

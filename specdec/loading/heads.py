@@ -27,7 +27,7 @@ from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
 from specdec.user_warnings import warn_user
-from specdec.values import short, token_ids, whole
+from specdec.values import Options, short, token_ids, whole
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
@@ -164,7 +164,7 @@ def _shared(module: Any, what: str, model: Any) -> Tensor:
     return weight
 
 
-def reading_options(options: LoadOptions) -> dict[str, Any]:
+def reading_options(options: LoadOptions) -> Options:
     """The load options for reading a head's files, of any family, that differ from their defaults."""
     default = LoadOptions()
     values = {name: getattr(options, name) for family in FAMILIES.values() for name in family.options}

@@ -24,10 +24,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
-from drafters.checkpoints.tensor_files import CheckpointFolder
+from drafters.checkpoints.config_fields import Config
+from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict
 from specdec.errors import ModelLoadError
 from specdec.user_warnings import warn_user
-from specdec.values import short
+from specdec.values import Json, Options, short
 
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
 """Fields of a `quantization_config` that describe how numbers are stored, over all methods."""
@@ -76,7 +77,7 @@ class Quantisation:
         return f"{self.method} ({self.scheme})" if self.scheme else self.method
 
 
-def stored_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+def stored_quantisation(config: PreTrainedConfig) -> Config | None:
     """The `quantization_config` of a configuration, or of the text configuration inside; None without one.
 
     Source: transformers/quantizers/auto.py, `get_hf_quantizer`.
@@ -86,7 +87,7 @@ def stored_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     return found if found is None or isinstance(found, Mapping) else found.to_dict()
 
 
-def method_of(stored: Mapping[str, Any]) -> str | None:
+def method_of(stored: Config) -> str | None:
     """The method of a `quantization_config` as transformers' registry names it; None where it names none."""
     for flag, name in (("load_in_8bit", "bitsandbytes_8bit"), ("load_in_4bit", "bitsandbytes_4bit")):
         if stored.get(flag):
@@ -113,7 +114,7 @@ def check_packages(method: str) -> None:
         )
 
 
-def check_quantisation(stored: Mapping[str, Any] | None) -> str | None:
+def check_quantisation(stored: Config | None) -> str | None:
     """The method of a `quantization_config`; None without one.
 
     Raises:
@@ -164,7 +165,7 @@ def _missing(*packages: Sequence[str]) -> list[str]:
     return found
 
 
-def placed_at(method: str | None, device: torch.device) -> dict[str, Any]:
+def placed_at(method: str | None, device: torch.device) -> Options:
     """The options with which from_pretrained loads such weights onto their device: most libraries pack them for it.
 
     Those of a GGUF file are multiplied out where the package `kernels` would keep them packed, too.
@@ -239,7 +240,7 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
     model.config.dtype = dtype
 
 
-def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
+def quantisation_of(model: PreTrainedModel, stored: Config | None) -> Quantisation | None:
     """How a loaded model is quantised; `stored`: `quantization_config` before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
     if stored is not None and "gguf_file" in stored:  # transformers' note, which is no word on how they are stored
@@ -280,7 +281,7 @@ def dtype_in_words(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _scheme(stored: Mapping[str, Any]) -> str:
+def _scheme(stored: Config) -> str:
     """How numbers are stored, in a few words of the configuration's own."""
     groups, method = stored.get("config_groups"), method_of(stored)
     names = _OF_BITSANDBYTES.get(method or "", _SHOWN)  # whose configuration names the fields of both kinds
@@ -297,7 +298,7 @@ def _scheme(stored: Mapping[str, Any]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def numbers_in_words(numbers: Mapping[str, Any]) -> str:
+def numbers_in_words(numbers: Config) -> str:
     """A format of compressed-tensors.
 
     >>> numbers_in_words({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128})
@@ -323,7 +324,7 @@ def load_quanto(
     loader: Any,
     config: PreTrainedConfig,
     dtype: torch.dtype | str,
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+) -> tuple[PreTrainedModel, Json]:
     """Load a folder that optimum-quanto saved: packed weights, and a map of how each layer was quantised.
 
     transformers quantises with this library, but cannot save or read the result; published checkpoints are in the
@@ -371,7 +372,7 @@ def load_quanto(
     return model.requires_grad_(False), _differences(model, tensors)
 
 
-def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> torch.dtype:
+def _stored_dtype(config: PreTrainedConfig, tensors: StateDict) -> torch.dtype:
     """The dtype of the model that was quantised: its configuration's, else the dtype of the scales, which is equal."""
     if isinstance(config.dtype, torch.dtype):  # a name was made one when the configuration was read
         return config.dtype
@@ -379,7 +380,7 @@ def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> to
     return found.pop() if len(found) == 1 else torch.get_default_dtype()
 
 
-def _scaled_in(kind: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _scaled_in(kind: torch.dtype, tensors: StateDict) -> StateDict:
     """The checkpoint with its scales in another dtype, as if the model had been quantised in it.
 
     A quantised layer computes in the dtype of its scales, which the library takes from the weights that it quantised
@@ -396,7 +397,7 @@ def _scaled_in(kind: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Te
         if name.endswith(_SCALES) and tensor.is_floating_point():
             cast[name] = tensor.to(kind)
             lost = (cast[name] == 0) & (tensor != 0)
-            if bool(lost.any()) or not bool(cast[name].isfinite().all()):
+            if lost.any() or not cast[name].isfinite().all():
                 raise ModelLoadError(
                     f"dtype={str(kind).removeprefix('torch.')} cannot hold the scales {name} (largest "
                     f"{float(tensor.abs().max()):.3g}, in {str(tensor.dtype).removeprefix('torch.')}); "
@@ -405,7 +406,7 @@ def _scaled_in(kind: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Te
     return cast
 
 
-def _differences(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _differences(model: PreTrainedModel, tensors: StateDict) -> Json:
     """The differences in the format of transformers' loading information; tied weights are stored once."""
     expected, ours = model.state_dict(), {name: tuple(t.shape) for name, t in tensors.items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())

@@ -30,9 +30,10 @@ from specdec.logits.forms import (
     penalise_tokens,
     subtract_counts,
 )
-from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT
+from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, Biases
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors, call_together
+from specdec.values import Options, TokenIds
 
 _NEVER = float("-inf")
 
@@ -75,10 +76,10 @@ class Subject:
     params: SamplingParams
     prompt_len: int
     limit: int
-    ends: tuple[int, ...]
+    ends: TokenIds
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Options:
         """Options that change its scores, by name; filters are not among them."""
         left = (*SAMPLED_ONLY, *WITHOUT_EFFECT)
         return {name: own for name, own in self.params.settings.items() if name not in left}
@@ -135,7 +136,7 @@ class LogitsRows:
 
     def some(self, index: Sequence[int]) -> LogitsRows:
         """Some of them, in this order."""
-        at = on_device(np.array(index, np.int64), self.prefixes.ids.device)
+        at = _indices(index, self._device)
         return LogitsRows(tuple(self.subjects[n] for n in index), self.lens[list(index)], self.prefixes.rows(at))
 
     def floats(self, name: str) -> Tensor:
@@ -163,7 +164,7 @@ def process(scores: Tensor, rows: LogitsRows) -> None:
         if len(index) == len(rows.subjects):
             apply(scores, rows, own)
             continue
-        at = on_device(np.array(index, np.int64), scores.device)
+        at = _indices(index, scores.device)
         part = scores[at]
         apply(part, rows.some(index), own)
         scores[at] = part
@@ -179,6 +180,10 @@ def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
 
 
+def _indices(values: Sequence[object], device: torch.device) -> Tensor:
+    return on_device(np.array(values, np.int64), device)
+
+
 def _write(scores: Tensor, places: Iterable[tuple[int, int]], value: float) -> None:
     """Set scores of (row, token) to a value; tokens beyond V are left out."""
     own = np.array([(n, token) for n, token in places if token < scores.shape[1] - 1], np.int64).reshape(-1, 2)
@@ -188,11 +193,10 @@ def _write(scores: Tensor, places: Iterable[tuple[int, int]], value: float) -> N
 
 
 def _ids(ids: Iterable[int], scores: Tensor) -> Tensor:
-    kept = np.array([i for i in ids if i < scores.shape[1] - 1], np.int64)
-    return on_device(kept, scores.device)
+    return _indices([i for i in ids if i < scores.shape[1] - 1], scores.device)
 
 
-def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[tuple[int, ...], float], ...]) -> None:
+def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: Biases) -> None:
     most = max(len(ids) for ids, _ in biases)
     table = np.array([(0,) * (most - len(ids)) + ids for ids, _ in biases], np.int64)
     lens = np.array([len(ids) for ids, _ in biases], np.int64)
@@ -202,7 +206,7 @@ def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[tuple[i
 
 def _logit_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[int, float], ...]) -> None:
     known = [(token, bias) for token, bias in biases if token < scores.shape[1] - 1]
-    at = on_device(np.array([token for token, _ in known], np.int64), scores.device)
+    at = _indices([token for token, _ in known], scores.device)
     scores[:, at] += on_device(np.array([bias for _, bias in known], np.float32), scores.device)
 
 
@@ -225,7 +229,7 @@ def _ngrams(scores: Tensor, rows: LogitsRows, size: int, in_prompt: bool = False
     ban_repeated_ngrams(scores, rows.prefixes, size, in_prompt=in_prompt)
 
 
-def _bad_words(subject: Subject) -> tuple[tuple[tuple[int, ...], float], ...]:
+def _bad_words(subject: Subject) -> Biases:
     ends = {(end,) for end in subject.ends}
     return tuple((ids, _NEVER) for ids in subject.get("bad_words_ids") if ids not in ends)
 
@@ -236,17 +240,17 @@ def _no_end_yet(scores: Tensor, rows: LogitsRows, _: bool) -> None:
     _write(scores, ((n, end) for n in early for end in rows.subjects[n].ends), _NEVER)
 
 
-def _forced_first(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _forced_first(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     _force(scores, [n for n, length in enumerate(rows.lens) if length == 1], tokens)
 
 
-def _forced_last(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _forced_last(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     _force(scores, [n for n, s in enumerate(rows.subjects) if rows.lens[n] == s.limit - 1], tokens)
 
 
-def _force(scores: Tensor, rows: list[int], tokens: tuple[int, ...]) -> None:
+def _force(scores: Tensor, rows: list[int], tokens: TokenIds) -> None:
     if rows:
-        scores[on_device(np.array(rows, np.int64), scores.device), :-1] = _NEVER
+        scores[_indices(rows, scores.device), :-1] = _NEVER
         # 0: every other score is -inf, so a single forced token has probability 1 after any filter and temperature.
         _write(scores, ((n, token) for n in rows for token in tokens), 0.0)
 
@@ -262,25 +266,25 @@ def _decay(scores: Tensor, rows: LogitsRows, decay: tuple[int, float]) -> None:
     with np.errstate(over="ignore"):  # infinite, where Python's own ** raises
         growth = np.array([np.float64(factor) ** more - 1 for *_, more in late], np.float64).astype(np.float32)
     if late:
-        at = on_device(np.array([(n, end) for n, end, _ in late], np.int64), scores.device)
+        at = _indices([(n, end) for n, end, _ in late], scores.device)
         grown = on_device(growth, scores.device)
         own = scores[at[:, 0], at[:, 1]]
         added = (own.abs() * grown).masked_fill(~own.isfinite(), 0.0)
         scores.index_put_((at[:, 0], at[:, 1]), own + added)
 
 
-def _suppress(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _suppress(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     scores[:, _ids(tokens, scores)] = _NEVER
 
 
-def _allow(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _allow(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     at = _ids(tokens, scores)
     kept = scores[:, at]
     scores[:, :-1] = _NEVER
     scores[:, at] = kept
 
 
-def _suppress_first(scores: Tensor, rows: LogitsRows, tokens: tuple[int, ...]) -> None:
+def _suppress_first(scores: Tensor, rows: LogitsRows, tokens: TokenIds) -> None:
     first = [n for n, s in enumerate(rows.subjects) if rows.lens[n] == _begin(s)]
     _write(scores, ((n, token) for n in first for token in tokens), _NEVER)
 
@@ -295,7 +299,7 @@ def _by_the_user(scores: Tensor, rows: LogitsRows, own: RequestProcessors) -> No
     own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
 
 
-def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: RequestProcessors | tuple[int, ...]) -> None:
+def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: RequestProcessors | TokenIds) -> None:
     """own: of one request, or which objects are called for the rows of all requests that have them."""
     if isinstance(own, RequestProcessors):
         _by_the_user(scores, rows, own)

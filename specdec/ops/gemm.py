@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.errors import named_error
+
 _ALIGNED = 16
 """Bytes: rows and addresses that the chosen algorithms may read and write at once."""
 
@@ -216,4 +218,4 @@ def library_of(device: torch.device) -> Library | str:
     except ModuleNotFoundError as error:
         return f"no {error.name}: nvmath-python is part of the extra [cuda]"
     except Exception as error:  # a library that does not load; RuntimeError and the binding's own, which share no root
-        return f"nvmath-python does not work here: {type(error).__name__}: {error}"
+        return f"nvmath-python does not work here: {named_error(error)}"

@@ -10,7 +10,7 @@ API reference, "Create chat completion".
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,51 +18,19 @@ from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
 from specdec.options.generation_config import is_off
+from specdec.options.load_options import other_names
 from specdec.options.logits_options import OFF
-from specdec.values import only_known, short, unknown
+from specdec.values import Options, only_known, short, unknown
 
-FIRST = "give the prompts as the first argument: generate(prompts, …)"
-_STREAM = 'read a stream: for update in model.stream(prompts, …): print(update.text, end="", flush=True)'
-_NO_BEAMS = "beams are not searched; n=… with temperature=… draws several completions"
-_CONSTRAINED = "give grammar=…, see specdec.Grammar; or prefix_allowed_tokens_fn=… or logits_processor=…"
-_WHOLE_TEXT = "Completion.text is without special tokens and stop strings; decode Completion.token_ids for all of it"
-_AT_LOADING = "it is chosen at loading: SpeculativeModel.from_pretrained(target, {})"
-_OTHER_NAMES = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens"),
-    **dict.fromkeys(("num_return_sequences", "num_samples"), "n"),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
-    "min_tokens": "min_new_tokens",
-    "top_logprobs": "logprobs",
-    "num_assistant_tokens": "num_speculative_tokens",
-    "random_seed": "seed",
-    "logits_processors": "logits_processor",
-    "output_scores": "return_scores",
-    "output_logits": "return_logits",
-}
+_OTHER_NAMES = other_names("sampling")
 """Options of `SamplingParams` that other projects have under another name."""
 _IN_BODIES = {**_OTHER_NAMES, "response_format": "grammar"}
 """The same of the options of a body or a row."""
 _OF_CALLS = {"use_tqdm": "progress", "apply_chat_template": "chat"}
 """The same of options that a call has beside those."""
-RIGHT_CALLS = {
-    **dict.fromkeys(("prompt", "prompt_token_ids", "text", "texts", "messages", "conversation"), FIRST),
-    **dict.fromkeys(("stream", "streamer"), _STREAM),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "best_of", "use_beam_search"), _NO_BEAMS),
-    **dict.fromkeys(("guided_decoding", "structured_outputs", "response_format", "constraints"), _CONSTRAINED),
-    **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), _WHOLE_TEXT),
-    **dict.fromkeys(("pixel_values", "input_features", "multi_modal_data"), "only text is served"),
-    "do_sample": "SamplingParams have none: temperature=0 is greedy, any other samples; leave it out",
-    "eos_token_id": "the model's own eos ids end a request; stop_token_ids=[…] are more",
-    "bad_words": "give bad_words_ids=[tokenizer.encode(word, add_special_tokens=False), …]",
-    "max_length": "it counts the prompt, too; give max_new_tokens=…",
-    "assistant_model": _AT_LOADING.format("draft=…"),
-    "lora_request": _AT_LOADING.format("adapter=…"),
-    "tokenizer": _AT_LOADING.format("tokenizer=…"),
-    "return_dict_in_generate": "a Completion has text, token_ids, finish_reason, stats; with return_scores=True scores",
-    "inputs_embeds": "prompts are texts, chat messages or token ids",
-    "past_key_values": "prompts that begin alike share their cache: enable_prefix_caching of from_pretrained",
-    "progress": "it is an option of generate: generate(prompts, …, progress=True)",
-}
+RIGHT_CALLS = other_names("right_calls")
+"""What to do instead, by arguments that calls of other projects have."""
+FIRST = RIGHT_CALLS["prompt"]
 _SAME_MEANING = {"num_return_sequences": "n", "stop_strings": "stop"}
 
 CHAT_OPTIONS = (
@@ -75,7 +43,7 @@ K = TypeVar("K", bound=type)
 
 
 def unexpected(
-    call: str, given: Mapping[str, Any], known: Collection[str], what: str = "unexpected keyword argument"
+    call: str, given: Options, known: Collection[str], what: str = "unexpected keyword argument"
 ) -> InvalidInputError:
     """The error for options that there are not, with the right call for the first.
 
@@ -99,7 +67,7 @@ def only_known_fields(kind: K) -> K:
     return kind
 
 
-def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+def own_names(options: Options) -> Options:
     """Options of a body or a row by their names here. Raises InvalidInputError: one is given two values."""
     found, names = dict[str, Any](), dict[str, str]()
     for name, value in options.items():
@@ -111,7 +79,7 @@ def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def params_of_call(params: Any, options: dict[str, Any]) -> Any:
+def params_of_call(params: Any, options: Options) -> Any:
     """The parameters of a call; where they stand among its options they are taken out of these.
 
     With do_sample, which transformers alone has, the call is read as transformers reads it.
@@ -127,7 +95,7 @@ def params_of_call(params: Any, options: dict[str, Any]) -> Any:
     return GenerationConfig() if params is None and options.get("do_sample") is not None else params
 
 
-def given_once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any:
+def given_once(what: str, given: Any, name: str, options: Options) -> Any:
     """What is given as `given`, or among the options, out of which it is taken. Raises InvalidInputError: as both."""
     other = options.pop(name, None)
     if given is not None and other is not None:
@@ -136,8 +104,8 @@ def given_once(what: str, given: Any, name: str, options: dict[str, Any]) -> Any
 
 
 def with_options(
-    config: GenerationConfig, options: Mapping[str, Any], known: Collection[str]
-) -> tuple[GenerationConfig, dict[str, Any]]:
+    config: GenerationConfig, options: Options, known: Collection[str]
+) -> tuple[GenerationConfig, Options]:
     """A GenerationConfig with its fields among the options of a call, and those that are fields of SamplingParams
     alone. A temperature without do_sample makes it sample or not.
 
@@ -153,7 +121,7 @@ def with_options(
     return config, rest
 
 
-def known_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+def known_options(options: Options, known: Collection[str]) -> Options:
     """Those of a call's options that are fields of SamplingParams; others may change nothing. Raises InvalidInputError:
     an option that there is not."""
     rest = {name: value for name, value in options.items() if name not in known and not _changes_nothing(name, value)}

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.errors import InvalidInputError
 from specdec.options.load_options import Use
 from specdec.options.logits_options import OFF, LogitsOptions
-from specdec.values import Reader, flag, real, refuse_type, short, whole
+from specdec.values import Options, Reader, TokenIds, flag, real, refuse_type, short, whole
 
 Served = Literal["device", "host", "without effect", "refused"]
 """Exact: applied on the device, or on the host; of neither effect; or refused by name."""
@@ -93,7 +93,7 @@ _WAY_OUT = (
 )
 
 
-def sampling_fields(config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use) -> dict[str, Any]:
+def sampling_fields(config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use) -> Options:
     """Fields of SamplingParams for what transformers' own `generate` would use for this config and model.
 
     Unset fields come from the model's generation config, then from transformers' defaults (top_k=50 when sampling).
@@ -117,7 +117,7 @@ def sampling_fields(config: GenerationConfig, model: PreTrainedModel, prompt_len
     return found if own_eos else {**found, "stop_token_ids": eos_ids(whole_config), "ignore_eos": True}
 
 
-def _fields_of(config: GenerationConfig) -> dict[str, Any]:
+def _fields_of(config: GenerationConfig) -> Options:
     """Fields of SamplingParams that a config sets; of its lengths only max_new_tokens."""
     found = {"max_new_tokens": config.max_new_tokens, "max_time": config.max_time, "n": config.num_return_sequences}
     found |= {"stop": config.stop_strings or None}
@@ -127,7 +127,7 @@ def _fields_of(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def sampling_of_model(model: Any) -> dict[str, Any]:
+def sampling_of_model(model: Any) -> Options:
     """Fields of SamplingParams that a model's own generation_config sets; see `SamplingParams.from_model`.
 
     Raises:
@@ -139,7 +139,7 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
     return _fields_of(config)
 
 
-def own_fields(model: PreTrainedModel, use: Use) -> dict[str, Any]:
+def own_fields(model: PreTrainedModel, use: Use) -> Options:
     """Fields of SamplingParams that a call without them starts from.
 
     Raises:
@@ -155,7 +155,7 @@ def own_fields(model: PreTrainedModel, use: Use) -> dict[str, Any]:
     return sampling_of_model(model)
 
 
-def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
+def unsupported(config: GenerationConfig | None) -> Options:
     """Set fields of a model's generation_config that change its greedy tokens and that are not supported."""
     return {} if config is None else _set_fields(config, refused_fields())
 
@@ -183,7 +183,7 @@ def is_off(name: str, value: Any) -> bool:
     return not _set_fields(config, [name])
 
 
-def eos_ids(config: GenerationConfig | None) -> tuple[int, ...]:
+def eos_ids(config: GenerationConfig | None) -> TokenIds:
     """The config's eos ids as a tuple."""
     ids: Any = None if config is None else config.eos_token_id
     if hasattr(ids, "tolist"):
@@ -219,7 +219,7 @@ def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> N
     raise InvalidInputError(f"not supported in GenerationConfig: {named(odd)}{instead}; supported are {served}{where}")
 
 
-def _set_fields(config: GenerationConfig, names: Iterable[str]) -> dict[str, Any]:
+def _set_fields(config: GenerationConfig, names: Iterable[str]) -> Options:
     """Those of the fields that do something."""
     neutral = config._get_default_generation_params()
     values = {name: getattr(config, name, None) for name in names}
@@ -247,7 +247,7 @@ def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:
     return length - prompt_len
 
 
-def named(fields: dict[str, Any]) -> str:
+def named(fields: Options) -> str:
     """Fields and their values, for a message."""
     return ", ".join(f"{name}={short(value)}" for name, value in sorted(fields.items()))
 

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, token_ids, whole
+from specdec.values import MOST_COUNT, Options, choice, flag, scale_pairs, share, short, token_ids, whole
 
 
 class Kind:
@@ -26,6 +26,9 @@ class Kind:
             InvalidInputError: a text that this kind cannot be written as.
         """
         return word
+
+
+OrAuto = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Flag(Kind):
 class Switch(Kind):
     """True, False or "auto"; as a word yes, no or auto."""
 
-    def read(self, name: str, value: Any) -> bool | Literal["auto"]:
+    def read(self, name: str, value: Any) -> OrAuto:
         """See `Kind.read`. Raises InvalidInputError: it is none of the three."""
         if isinstance(value, str) and value == "auto":
             return "auto"
@@ -130,7 +133,7 @@ class Tokens(Kind):
 class Overrides(Kind):
     """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
 
-    def read(self, name: str, value: Any) -> dict[str, Any] | None:
+    def read(self, name: str, value: Any) -> Options | None:
         """See `Kind.read`. Raises InvalidInputError: it is no mapping of texts to values."""
         if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
             raise InvalidInputError(

@@ -7,9 +7,11 @@ arguments. It imports no torch: `--help` reads it.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial, wraps
+from importlib.resources import files
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 
@@ -17,8 +19,8 @@ from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, Overrides, Scales, Switch, Tokens, Whole
-from specdec.values import P, R, only_known, read_options, unknown
+from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, OrAuto, Overrides, Scales, Switch, Tokens, Whole
+from specdec.values import Options, P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,7 +114,7 @@ class LoadOptions:
     hybrid_kv_cache: bool = _option(
         True, Flag(), "Free pages behind sliding windows and before chunks of layers, where other layers see further."
     )
-    enable_prefix_caching: bool | Literal["auto"] = _option(
+    enable_prefix_caching: OrAuto = _option(
         "auto",
         Switch(),
         "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
@@ -123,7 +125,7 @@ class LoadOptions:
     gpu_memory_utilization: float = _option(
         0.9, Fraction(), "Share of the GPU's memory that model, cache and graphs may take together."
     )
-    cuda_graphs: bool | Literal["auto"] = _option(
+    cuda_graphs: OrAuto = _option(
         "auto",
         Switch(),
         "Compile, and run rounds from CUDA graphs; auto: on a GPU, where the model allows.",
@@ -171,7 +173,7 @@ class LoadOptions:
     adapter: str | None = _option(
         None, Name("the folder or hub name of an adapter"), "Folder or hub name of a peft adapter."
     )
-    merge_adapter: bool | Literal["auto"] = _option(
+    merge_adapter: OrAuto = _option(
         "auto", Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
     )
     trust_remote_code: bool = _option(False, Flag(), "Run the Python files of the target's checkpoint.")
@@ -187,7 +189,7 @@ class LoadOptions:
         read_options(self, {each.name: option_of(each).kind.read for each in fields(self)})
 
     @classmethod
-    def from_words(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
+    def from_words(cls: type[_Options], given: Options) -> _Options:
         """Options by name, as a command line or lm-eval gives them; what is not given has its default.
 
         Raises:
@@ -198,29 +200,18 @@ class LoadOptions:
             raise unknown_options("unknown load options", odd, known)
         return cls(**{name: known[name].from_word(name, word) for name, word in given.items()})
 
-    def as_arguments(self) -> dict[str, Any]:
+    def as_arguments(self) -> Options:
         """The keyword arguments of `SpeculativeModel.from_pretrained`."""
         return dict(vars(self))
 
 
-_OTHER_NAMES = {
-    **dict.fromkeys(("model", "model_name", "pretrained_model_name_or_path"), "target"),
-    **dict.fromkeys(("draft_model", "speculative_model", "assistant_model", "head"), "draft"),
-    **dict.fromkeys(
-        ("num_spec_tokens", "num_draft_tokens", "num_assistant_tokens", "speculative_num_steps"),
-        "num_speculative_tokens",
-    ),
-    **dict.fromkeys(("max_batch_size", "max_num_sequences"), "max_num_seqs"),
-    **dict.fromkeys(("max_seq_len", "max_seq_length", "context_length"), "max_model_len"),
-    **dict.fromkeys(("attn_implementation", "attention_backend"), "backend"),
-    **dict.fromkeys(("tp", "tp_size"), "tensor_parallel_size"),
-    "torch_dtype": "dtype",
-    "device_map": "device",
-    "block_size": "page_size",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "lora_path": "adapter",
-    "enforce_eager": "cuda_graphs=False",
-}
+def other_names(table: str) -> dict[str, str]:
+    """A table of other_names.toml: names that other projects have -> what they are here."""
+    tables = tomllib.loads(files("specdec").joinpath("options/other_names.toml").read_text("utf-8"))
+    return {name: own for own, names in tables[table].items() for name in names}
+
+
+_OTHER_NAMES = other_names("loading")
 """Load options that other projects have under another name."""
 
 

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from specdec.errors import InvalidInputError
-from specdec.values import Reader, flag, number, read_options, refuse, whole
+from specdec.values import Options, Reader, TokenIds, flag, number, read_options, refuse, whole
 
-Sequences = tuple[tuple[int, ...], ...]
+Sequences = tuple[TokenIds, ...]
+Biases = tuple[tuple[TokenIds, float], ...]
 """Sequences of token ids, each with one or more."""
 
 
@@ -61,7 +62,7 @@ class LogitsOptions:
         renormalize_logits: log-probabilities in place of logits, at the end. No token changes, but `Completion.scores`.
     """
 
-    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = None
+    sequence_bias: Biases | None = None
     logit_bias: tuple[tuple[int, float], ...] | None = None
     encoder_repetition_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -73,12 +74,12 @@ class LogitsOptions:
     min_length: int | None = None
     min_new_tokens: int | None = None
     forced_bos_token_id: int | None = None
-    forced_eos_token_id: tuple[int, ...] | None = None
+    forced_eos_token_id: TokenIds | None = None
     remove_invalid_values: bool | None = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
-    suppress_tokens: tuple[int, ...] | None = None
-    begin_suppress_tokens: tuple[int, ...] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
+    suppress_tokens: TokenIds | None = None
+    begin_suppress_tokens: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
     top_h: float | None = None
     typical_p: float | None = None
     epsilon_cutoff: float | None = None
@@ -93,7 +94,7 @@ class LogitsOptions:
             raise InvalidInputError("allowed_token_ids are all among suppress_tokens: no token could be generated")
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Options:
         """Options that do something, by name."""
         own = ((name, getattr(self, name), off) for name, off in OFF.items())
         return {name: given for name, given, off in own if given is not None and given != off}
@@ -125,7 +126,7 @@ _SUBTRACTED = number("a finite number; 0.0 is off", math.isfinite)
 _BIAS = number("a bias that is a finite number or -inf", lambda x: x < math.inf)
 
 
-def token_ids(name: str, given: Any) -> tuple[int, ...]:
+def token_ids(name: str, given: Any) -> TokenIds:
     """Token ids from any sequence of whole numbers, or from a single number.
 
     Raises:
@@ -139,7 +140,7 @@ def token_ids(name: str, given: Any) -> tuple[int, ...]:
     return tuple(whole(name, one, 0, None, allowed) for one in given)
 
 
-def _allowed(name: str, given: Any) -> tuple[int, ...]:
+def _allowed(name: str, given: Any) -> TokenIds:
     ids = tuple(sorted(set(token_ids(name, given))))
     if not ids:
         raise InvalidInputError(f"{name} is empty: no token could be generated; give token ids, or None for all")
@@ -159,7 +160,7 @@ def _sequences(name: str, given: Any) -> Sequences:
     return tuple(found)
 
 
-def _biases(name: str, given: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+def _biases(name: str, given: Any) -> Biases:
     allowed = "{(token id, …): bias}, or a list of pairs ([token id, …], bias)"
     found = {}
     for ids, bias in _pairs(name, given, allowed):
@@ -220,7 +221,7 @@ _READ: dict[str, Reader] = {
     "eta_cutoff": _CUTOFF,
     "renormalize_logits": flag,
 }
-OFF: dict[str, Any] = dict.fromkeys(_READ) | {
+OFF: Options = dict.fromkeys(_READ) | {
     **dict.fromkeys(("sequence_bias", "logit_bias", "bad_words_ids", "forced_eos_token_id"), ()),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ()),
     **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty", "typical_p"), 1.0),

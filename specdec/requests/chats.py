@@ -10,8 +10,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
-from specdec.values import flag, short
+from specdec.values import Json, Options, flag, short
 
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -40,7 +41,7 @@ _LISTS = (
 class Chat(list[Any]):
     """Messages with options of their own. options: arguments of the tokenizer's `apply_chat_template`."""
 
-    options: dict[str, Any]
+    options: Options
 
 
 def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
@@ -77,7 +78,7 @@ def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[
     return chat
 
 
-def _arguments(own: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(own: Json) -> Json:
     """Options of a chat that are arguments of `apply_chat_template`, checked; empty lists are left out."""
     found = dict[str, Any]()
     for name, kinds, allowed in _LISTS:
@@ -94,7 +95,7 @@ def _arguments(own: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def with_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def with_tool_calls(message: Json) -> Json:
     """A message of OpenAI's form as templates read it: arguments of its tool calls are objects, not their JSON.
 
     Arguments that a model wrote wrong stay text: a conversation goes on with the tool's complaint about them.
@@ -107,7 +108,7 @@ def with_tool_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return dict(message) if calls is None else {**message, "tool_calls": [_read_call(call) for call in each]}
 
 
-def _read_call(call: Any) -> dict[str, Any]:
+def _read_call(call: Any) -> Json:
     try:
         function = {"arguments": {}, **call["function"]}
         given = function["arguments"] or "{}"  # a call without arguments may have "" or null
@@ -116,7 +117,7 @@ def _read_call(call: Any) -> dict[str, Any]:
     except (LookupError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"messages: tool call {short(call)}: a function with a name, and arguments that are a JSON object, is "
-            f"needed ({type(error).__name__}: {error})"
+            f"needed ({named_error(error)})"
         ) from None
     return {**call, "function": function}
 
@@ -172,7 +173,7 @@ def _written(messages: Sequence[Any], tokenizer: Any, **form: Any) -> Any:
             raise InvalidInputError(f"chat message {odd[0]} is not valid Unicode: half a surrogate pair") from error
         raise InvalidInputError(
             f"the chat template refuses these {len(messages)} messages "
-            f"({type(error).__name__}: {error}); change the messages, or give text"
+            f"({named_error(error)}); change the messages, or give text"
         ) from error
 
 
@@ -228,7 +229,7 @@ def _reads_parts_only(tokenizer: Any, template: Any) -> bool:
     return _parts_only[template]
 
 
-def _shows(tokenizer: Any, message: dict[str, Any], options: dict[str, Any]) -> bool:
+def _shows(tokenizer: Any, message: Json, options: Options) -> bool:
     try:
         return _PROBE in tokenizer.apply_chat_template([message], tokenize=False, **options)
     except _TEMPLATE_ERRORS:
@@ -259,7 +260,7 @@ def _check(number: int, message: Any) -> None:
         _check_text(number, part)
 
 
-def _check_text(number: int, part: Mapping[str, Any]) -> None:
+def _check_text(number: int, part: Json) -> None:
     """Refuse a part that is no text, in the form of transformers ({"type": "image", "url": …}) or of OpenAI."""
     kind = next((word for word in (part.get("type"), *part) if isinstance(word, str) and _MEDIA.fullmatch(word)), None)
     if kind is not None:

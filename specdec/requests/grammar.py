@@ -15,10 +15,10 @@ import numpy as np
 
 from specdec.errors import InvalidInputError
 from specdec.options.logits_options import token_ids
-from specdec.values import refuse, short
+from specdec.values import TokenIds, refuse, short
 
 Kind = Literal["json", "regex", "lark", "choice", "structural_tag"]
-Marker = str | tuple[int, ...]
+Marker = str | TokenIds
 _GIVEN = (
     "a Grammar (Grammar.json, .regex, .lark, .choice, .structural_tag), a response_format of OpenAI's, or an object "
     "with fill, advance and rollback"

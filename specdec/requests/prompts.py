@@ -6,10 +6,11 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from attention.errors import named_error
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
 from specdec.requests.chats import chat_ids, chat_text, num_characters, with_options
-from specdec.values import flag, is_whole, short
+from specdec.values import Options, flag, is_whole, short
 
 Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
@@ -28,7 +29,7 @@ _MASK_HINT = (
 )
 
 
-def prompts_of_call(prompts: Prompts, options: dict[str, Any]) -> Prompts:
+def prompts_of_call(prompts: Prompts, options: Options) -> Prompts:
     """The prompts of a call; what belongs to them is taken out of its options.
 
     chat: each text is a user's message. Options of the chat template go with each chat.
@@ -205,7 +206,7 @@ def _tokenised(text: str, tokenizer: Any) -> list[int]:
         return list(tokenizer(text)["input_ids"])
     except UNNAMED_ERRORS as error:
         raise InvalidInputError(
-            f"the tokenizer cannot encode the prompt {short(text)}: {type(error).__name__}: {error}"
+            f"the tokenizer cannot encode the prompt {short(text)}: {named_error(error)}"
         ) from error
 
 
@@ -301,7 +302,7 @@ def _array(value: Any) -> Any:
         return value.tolist()
     except UNNAMED_ERRORS as error:
         raise InvalidInputError(
-            f"the values of a {type(value).__name__} of token ids cannot be read: {type(error).__name__}: {error}"
+            f"the values of a {type(value).__name__} of token ids cannot be read: {named_error(error)}"
         ) from error
 
 

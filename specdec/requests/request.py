@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from attention.errors import named_error
 from specdec.errors import ModelChangedError, RequestFailedError, SpecdecError
 from specdec.interrupts import raised_again, raised_twice
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
@@ -20,6 +21,7 @@ from specdec.requests.shown import completion_html, completion_line
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
 from specdec.requests.user_code import RequestCriteria, UserCodeError
+from specdec.values import TokenIds
 
 FinishReason = Literal["eos", "stop", "length", "timeout", "cancelled"]
 
@@ -52,7 +54,7 @@ class Completion:
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     stats: RequestStats
-    drafts: tuple[tuple[int, ...], ...] | None = None
+    drafts: tuple[TokenIds, ...] | None = None
     sample_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -121,7 +123,7 @@ class RowRound(NamedTuple):
 
     token_ids: list[int]
     num_accepted: int
-    drafts: tuple[int, ...]
+    drafts: TokenIds
     notes: np.ndarray | None = None
 
 
@@ -155,7 +157,7 @@ class Request:
     committed: np.ndarray
     stream: TextStream
     sample_index: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: TokenIds
     times: Times
     row: int = -1
     variant: int = 0
@@ -165,7 +167,7 @@ class Request:
     finish_reason: FinishReason | None = None
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
-    drafts: list[tuple[int, ...]] = field(default_factory=list)
+    drafts: list[TokenIds] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     progress: Progress = NOTHING_YET
     has_pages: bool = False
@@ -365,7 +367,7 @@ class Call:
 
 def request_failed(error: Exception, source: str) -> RequestFailedError:
     """The error of a request that ended because its `source` raised."""
-    failed = RequestFailedError(f"a request was ended because {source} raised {type(error).__name__}: {error}")
+    failed = RequestFailedError(f"a request was ended because {source} raised {named_error(error)}")
     failed.__cause__ = error
     return failed
 

@@ -34,7 +34,7 @@ from specdec.requests.user_code import (
     prefix_function,
     processors,
 )
-from specdec.values import Reader, choice, flag, number, read_options, refuse, short, whole
+from specdec.values import Options, Reader, TokenIds, choice, flag, number, read_options, refuse, short, whole
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
@@ -122,7 +122,7 @@ class SamplingParams(LogitsOptions):
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     seed: int | None = None
     num_speculative_tokens: int | None = None
@@ -184,7 +184,7 @@ class SamplingParams(LogitsOptions):
         """Without what the first of several ranks alone looks at, whose decisions the others take: text, the time, the
         user's code."""
         drafts = 0 if self.not_drafted else self.num_speculative_tokens
-        code: dict[str, Any] = dict.fromkeys(_USER_CODE)
+        code: Options = dict.fromkeys(_USER_CODE)
         code["grammar"] = None if self.grammar is None else DecidedElsewhere()
         return replace(self, stop=(), max_time=None, num_speculative_tokens=drafts, **code)
 
@@ -225,7 +225,7 @@ class SamplingParams(LogitsOptions):
             "return_scores": lambda _: TokenRows(),
         }
         each = ((name, make, getattr(self, name)) for name, make in makers.items())
-        found: dict[str, Any] = {
+        found: Options = {
             name: make(own) for name, make, own in each if not (own is None or own is False or _is_made(own))
         }
         return replace(self, **found) if found or self.watch is not None else self
@@ -275,7 +275,7 @@ def _stops(name: str, given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _stop_ids(name: str, given: Any) -> tuple[int, ...]:
+def _stop_ids(name: str, given: Any) -> TokenIds:
     if not isinstance(given, (tuple, list)):
         raise refuse(name, given, "a list of token ids")
     return token_ids(name, given)

@@ -23,7 +23,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
-from specdec.values import short
+from specdec.values import Options, TokenIds, short
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
 _AtLength = Callable[[int], SamplingParams]
@@ -39,12 +39,11 @@ class Submission:
     token_ids: list[int]
     params: SamplingParams
     sample_index: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: TokenIds
 
     def submit_to(self, engine: Any) -> int:
         """Queue it in an `Engine`; the request's id. Raises as `Engine.submit`."""
-        request_id: int = engine.submit(self.token_ids, self.params, self.sample_index, self.eos_token_ids)
-        return request_id
+        return engine.submit(self.token_ids, self.params, self.sample_index, self.eos_token_ids)
 
 
 S = TypeVar("S", bound=Submission)
@@ -63,7 +62,7 @@ def submissions(
     model: PreTrainedModel,
     tokenizer: Any,
     use: Use,
-    options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
     most: int | None = None,
 ) -> list[Submission]:
     """The requests of one call: `n` in a row of every prompt, in order.
@@ -157,7 +156,7 @@ def _one_each(params: Params, num_prompts: int, read: Callable[[Any], _AtLength]
     return found if several else found * num_prompts
 
 
-def _reader(model: PreTrainedModel, use: Use, options: Mapping[str, Any], given: Any) -> _AtLength:
+def _reader(model: PreTrainedModel, use: Use, options: Options, given: Any) -> _AtLength:
     """Given parameters with the options of the call, at the length of a prompt. None: options alone, which replace what
     the model's own generation_config has."""
     if isinstance(given, GenerationConfig):
@@ -203,7 +202,7 @@ def to_be_scored(
     logprobs: int,
     tokenizer: Any,
     device: torch.device,
-    options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
 ) -> list[Submission]:
     """A request for each pair: it reads all tokens but the last, which it is then made to generate.
 

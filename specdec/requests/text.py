@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from attention.cached import cached_property
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 
 UNFINISHED = "\ufffd"
@@ -82,7 +83,7 @@ class Vocabulary:
             bad = next((t for t in token_ids if not self._decodes(t)), None)
             which = f"token ids {token_ids}" if bad is None else f"token id {bad}, which the model generated"
             raise InvalidInputError(
-                f"the tokenizer cannot decode {which} ({type(error).__name__}: {error}): does it belong to this model?"
+                f"the tokenizer cannot decode {which} ({named_error(error)}): does it belong to this model?"
             ) from error
 
     def _decodes(self, token_id: int) -> bool:

@@ -11,7 +11,7 @@ Source: huggingface/transformers, generation/logits_process.py (LogitsProcessorL
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
-from specdec.values import flag, short
+from specdec.values import Options, flag, short
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[..., Any]
@@ -91,11 +92,10 @@ def prefix_function(name: str, given: Any) -> PrefixFunction:
     """A `prefix_allowed_tokens_fn`. Raises InvalidInputError: it cannot be called."""
     if not callable(given):
         raise InvalidInputError(f"{name}={short(given)}: allowed is a function (batch_id, input_ids) -> token ids")
-    function: PrefixFunction = given
-    return function
+    return given
 
 
-def overlapping(given: Iterable[Processor], settings: Mapping[str, Any]) -> list[tuple[type, str]]:
+def overlapping(given: Iterable[Processor], settings: Options) -> list[tuple[type, str]]:
     """Processors' classes whose option is set beside them: transformers' `generate` drops its own then."""
     return [(type(one), OPTIONS_OF[type(one)]) for one in given if OPTIONS_OF.get(type(one)) in settings]
 
@@ -201,7 +201,7 @@ class RequestProcessors:
             try:
                 first = copy.deepcopy(first)
             except Exception as error:
-                self.not_copied = f"a logits processor cannot be copied ({type(error).__name__}: {error})"
+                self.not_copied = f"a logits processor cannot be copied ({named_error(error)})"
         self._first = State(first)
         self._after: dict[int, State] = {}
         self._left: dict[int, _Left] = {}
@@ -333,16 +333,17 @@ class RequestCriteria:
         return torch.cuda.stream(self._stream)
 
 
+@dataclass(frozen=True, eq=False)
 class Constrained:
     """The processor of a `prefix_allowed_tokens_fn`, for the request at this place of its call."""
 
-    def __init__(self, function: PrefixFunction, batch_id: int) -> None:
-        self.function, self._batch_id = function, batch_id
+    function: PrefixFunction
+    batch_id: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        allowed = self.function(self._batch_id, input_ids[0])
+        allowed = self.function(self.batch_id, input_ids[0])
         if not len(allowed):
-            raise ValueError(f"it allows no token for batch_id {self._batch_id} after {input_ids.shape[1]} tokens")
+            raise ValueError(f"it allows no token for batch_id {self.batch_id} after {input_ids.shape[1]} tokens")
         kept = torch.full_like(scores, float("-inf"))
         kept[:, allowed] = scores[:, allowed]
         return kept
@@ -355,7 +356,7 @@ def named(error: BaseException) -> Exception:
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)) or is_from_outside(error):
         raise error
-    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(error, Exception) else RuntimeError(named_error(error))
 
 
 def _is_pure(processor: Any) -> bool:

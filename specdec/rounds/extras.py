@@ -20,6 +20,7 @@ from attention.batch.metadata import CommonAttentionMetadata, MakeSection
 from drafters.loops.base import Choose, Draft
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import ExtraColumns
+from specdec.values import Json
 
 NEEDS_AN_EXTRA = ("grammar",)
 """Options of `SamplingParams` that the core has, and only an extra serves."""
@@ -117,7 +118,7 @@ class RoundExtra:
         """Whether rows may have to be read again from their start, see `reach`."""
         return False
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Its entries in `describe`, under "engine"."""
         return {}
 

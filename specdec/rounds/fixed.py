@@ -13,7 +13,7 @@ steps of the same shape belong to the loop: `drafters/loops/steps.py`.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from attention.batch.fixed import LiveBatch
 from attention.batch.host import BatchExtra, HostBatch, covering, page_counts_of, slots_at, write_pages
-from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, MakeSection
+from attention.batch.metadata import BatchArrays, MakeSection
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from attention.spec import Reach
-from attention.staging import Staged, StagingArena, bucket_of
-from drafters.loops.base import CarriedRows, FixedShape, PrefillPasses
+from attention.staging import Arrays, Staged, StagingArena, bucket_of
+from drafters.loops.base import CarriedRows, FixedShape, Passes, PrefillPasses
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import fixed_entries, fixed_shape
 from specdec.rounds.extras import make_sections
@@ -137,7 +137,7 @@ class _TargetPlace:
 
     def __init__(
         self,
-        host: Mapping[str, np.ndarray],
+        host: Arrays,
         shape: FixedShape,
         section: VerificationSection,
         passes: PassesSection,
@@ -202,7 +202,7 @@ class FixedTarget:
         hosts, sections = self._arena.hosts(self._bucket), (self._section, self._passes)
         self._places = [_TargetPlace(host, shape, *sections, longer, reaches) for host in hosts]
 
-    def device(self, target: TargetArrays) -> tuple[DeviceRound, tuple[CommonAttentionMetadata, ...], Carried]:
+    def device(self, target: TargetArrays) -> tuple[DeviceRound, Passes, Carried]:
         """Send a verification and return its device views, at the same addresses every round.
 
         Returns:

@@ -25,8 +25,16 @@ from attention.batch.metadata import (
     batch_sizes,
     on_pages,
 )
-from attention.staging import A, Bucket, Field, Section, Staged, StagingArena, array, bucket_of, layout_of
-from drafters.loops.base import CarriedRows, DraftLoop, LoopArrays, LoopSection, LoopSize, PrefillPasses
+from attention.staging import A, Arrays, Bucket, Field, Section, Staged, StagingArena, array, bucket_of, layout_of
+from drafters.loops.base import (
+    AnyLoop,
+    CarriedRows,
+    LoopArrays,
+    LoopSection,
+    LoopSize,
+    Passes,
+    PrefillPasses,
+)
 from specdec.config import EngineConfig
 from specdec.ops.draws import SamplingParameters
 from specdec.requests.sampling import SamplingTensors
@@ -78,7 +86,7 @@ class PassesSection:
             found |= section.sizes(2 * rows if entries is None else rows, more, pages, entries)
         return found
 
-    def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> dict[str, np.ndarray]:
+    def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> Arrays:
         """The arrays of a round of any shape, by their names in the arena."""
         found = {} if self._first is None else self._first.values(batches[0])
         for section, batch in zip(self._own, batches[self.num_shared :], strict=True):
@@ -86,7 +94,7 @@ class PassesSection:
         return found if carried is None or self._carried is None else found | self._carried.values(carried)
 
     def buffers(
-        self, host: Mapping[str, np.ndarray], target: BatchArrays[np.ndarray]
+        self, host: Arrays, target: BatchArrays[np.ndarray]
     ) -> tuple[list[BatchArrays[np.ndarray]], CarriedRows[np.ndarray] | None]:
         """Host buffers of every pass, and of the carried rows. target: the verification's."""
         found = [section.buffers(host) for section in self._own]
@@ -95,9 +103,7 @@ class PassesSection:
             found.insert(0, replace(target, slot_mapping=first.slot_mapping, page_indices=first.page_indices))
         return found, None if self._carried is None else self._carried.of(host)
 
-    def metadata(
-        self, target: CommonAttentionMetadata, batches: Sequence[HostBatch], staged: Staged
-    ) -> tuple[CommonAttentionMetadata, ...]:
+    def metadata(self, target: CommonAttentionMetadata, batches: Sequence[HostBatch], staged: Staged) -> Passes:
         """The attention of every pass on the device. target: the verification's."""
         own = zip(self._own, batches[self.num_shared :], strict=True)
         passes = tuple(section.metadata(batch, staged) for section, batch in own)
@@ -163,21 +169,20 @@ class VerificationSection:
         self.own = Section(VerificationArrays, TARGET)
         self.fields = (*self.batch.fields, *self.own.fields)
 
-    def values(self, target: TargetInputs) -> dict[str, np.ndarray]:
+    def values(self, target: TargetInputs) -> Arrays:
         """Its arrays by their names in the arena."""
         return self.batch.values(target.batch) | self.own.values(target)
 
     def of(self, batch: HostBatch, staged: Staged) -> DeviceRound:
         """A verification with this attention on the device; without sampling."""
-        round_: DeviceRound = self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
-        return round_
+        return self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
 
 
 @dataclass(frozen=True)
 class DeviceAhead(AheadArrays[Tensor]):
     """AheadInputs on the device; passes: the attention on the head's pages in each. carried: None of one pass."""
 
-    passes: tuple[CommonAttentionMetadata, ...] = field(kw_only=True)
+    passes: Passes = field(kw_only=True)
     carried: CarriedRows[Tensor] | None = field(kw_only=True)
 
 
@@ -195,17 +200,14 @@ class AheadSection:
             rows, tokens, pages
         )
 
-    def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
+    def values(self, ahead: AheadInputs) -> Arrays:
         """Its arrays by their names in the arena."""
         return self._own.values(ahead) | self._passes.values(ahead.batches, ahead.carried)
 
     def of(self, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
         """The device side; target: the attention of the verification."""
         passes = self._passes.metadata(target, ahead.batches, staged)
-        found: DeviceAhead = self._own.of(
-            staged.views, DeviceAhead, passes=passes, carried=self._passes.carried(staged)
-        )
-        return found
+        return self._own.of(staged.views, DeviceAhead, passes=passes, carried=self._passes.carried(staged))
 
 
 class SamplingSection:
@@ -223,14 +225,14 @@ class SamplingSection:
         """Sizes to add to the verification's; drafts: n, or K."""
         return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts}
 
-    def values(self, sampling: SamplingRound) -> dict[str, np.ndarray]:
+    def values(self, sampling: SamplingRound) -> Arrays:
         """The arrays of the decided rows and of the drafts that they verify."""
         drafts, own = sampling.max_drafts, sampling.decided
         accept, following = own.accept_uniforms(drafts), own.next_uniforms(drafts + 1)
         uniforms = Uniforms(accept, following, sampling.draft_uniforms())
         return self._parameters.values(own.arrays) | self._uniforms.values(uniforms)
 
-    def write(self, sampling: SamplingRound, host: Mapping[str, np.ndarray]) -> None:
+    def write(self, sampling: SamplingRound, host: Arrays) -> None:
         """Write all rows into one of the arena's host buffers; padding rows are greedy."""
         count, places, uniforms = len(sampling.first), self._parameters.of(host), self._uniforms.of(host)
         for name, place in vars(places).items():
@@ -244,8 +246,7 @@ class SamplingSection:
     def of(self, views: Mapping[str, Tensor], filters: bool) -> DeviceSampling:
         """The device side; filters: whether any row restricts its support."""
         tensors = self._parameters.of(views, SamplingTensors, filters=filters)
-        found: DeviceSampling = self._uniforms.of(views, DeviceSampling, tensors=tensors)
-        return found
+        return self._uniforms.of(views, DeviceSampling, tensors=tensors)
 
 
 Groups = tuple[int, ...]
@@ -274,7 +275,7 @@ class RoundTransfer:
         arena: has sent every round, in one copy each.
     """
 
-    def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, loop: AnyLoop | None, config: EngineConfig, device: torch.device) -> None:
         """loop: the head's draft loop; None without a head."""
         self._section = section = None if loop is None else loop.section
         self._target, self._sampling = _verification(config), SamplingSection(ahead=False)
@@ -335,7 +336,7 @@ class AheadTransfer:
         return self._section.of(ahead, verification.metadata, staged)
 
 
-def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
+def staging_bytes(loop: AnyLoop | None, config: EngineConfig) -> int:
     """Bytes of the buffers that hold the largest round, run operator by operator or from graphs."""
     ahead = layout_of(*_largest_ahead(PrefillPasses.of(loop), config)).nbytes
     largest = layout_of(*_largest(None if loop is None else loop.section, config)).nbytes

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import BatchSection, single_batch_arena, stage
+from attention.errors import named_error
 from attention.hf.model_specific import reads_indices
 from attention.hf.patches import attention_configs, attention_implementation
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
@@ -45,9 +46,7 @@ def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
     except (SpecdecError, torch.OutOfMemoryError):
         raise
     except UNNAMED_ERRORS as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} fails when {tried}: {type(error).__name__}: {error}"
-        ) from error
+        raise UnsupportedModelError(f"{type(model).__name__} fails when {tried}: {named_error(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def read_eager(model: PreTrainedModel, ids: list[Tensor]) -> list[Tensor]:
     """
     with attention_implementation(attention_configs(model), "eager"):
         logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids]
-    if any(bool(row.isnan().any()) for row in logits):
+    if any(row.isnan().any() for row in logits):
         raise UnsupportedModelError(_nan_message(model))
     return logits
 
@@ -220,7 +219,7 @@ def _differ(ours: Tensor, right: Tensor) -> bool:
 
 
 def _nan_message(model: PreTrainedModel) -> str:
-    broken = [name for name, weight in model.named_parameters() if bool(weight.isnan().any())]
+    broken = [name for name, weight in model.named_parameters() if weight.isnan().any()]
     where = f"its weights contain NaN ({', '.join(broken[:3])})" if broken else "its weights do not"
     return (
         f"the logits of {type(model).__name__} contain NaN in its own eager forward in {model.dtype}, before any paged "

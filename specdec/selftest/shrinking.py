@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+from specdec.values import Options
 
 VOCAB = 128
 MAX_POSITIONS = 512
@@ -30,8 +32,7 @@ _NO_THRESHOLD = re.compile(r"layers|pattern|use_|_types|num_|freq|mamba_chunk_si
 _ROPE_THRESHOLD = "original_max_position_embeddings"
 _BATCH_DEPENDENT_ROPE = "dynamic"
 
-Size = int | Callable[[int], int]
-_SIZES: tuple[tuple[str, Size], ...] = (
+_SIZES = (
     (r"(.*_)?vocab_size(_per_layer_input)?", VOCAB),
     (r"(pad|bos|eos|sep|cls|mask|unk|decoder_start)_token_id", 0),
     (r"max_position_embeddings|max_target_positions|max_source_positions|n_positions|n_ctx|max_seq_len"
@@ -47,18 +48,22 @@ _SIZES: tuple[tuple[str, Size], ...] = (
      r"|(.*_)?intermediate_size_mlp", 48),
     (r"(.*_)?(hidden_size|d_model|n_embd|n_embed|embed_dim|embedding_size|embedding_dim|word_embed_proj_dim"
      r"|projection_dim|output_dim)|dim", _HIDDEN),
-    (r"(.*_)?(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_moe_experts)",
-     lambda n: min(n, 8)),
-    (r"(.*_)?(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts"
-     r"|experts_per_token|num_experts_per_topk)", lambda n: min(n, 2)),
-    (r"(.*_)?(n_group|num_expert_group)", lambda n: min(n, 2)),
-    (r"(.*_)?topk_group", lambda n: min(n, 1)),
-    (r"(n|num)_shared_experts", lambda n: min(n, 1)),
-    (r"(mamba_)?(n_groups|ngroups)", lambda n: min(n, 2)),
-    (r"(mamba_)?chunk_size", lambda n: min(n, 16)),
-    (r"(mamba_)?d_state|(ssm_)?state_size", lambda n: min(n, 8)),
-    (r"first_k_dense_replace|num_dense_layers|first_num_dense_layers|num_kv_shared_layers", lambda n: min(n, 1)),
 )  # fmt: skip
+"""The value of an attribute of such a name."""
+_MOST = (
+    (r"(.*_)?(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_moe_experts)",
+     8),
+    (r"(.*_)?(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts"
+     r"|experts_per_token|num_experts_per_topk)", 2),
+    (r"(.*_)?(n_group|num_expert_group)", 2),
+    (r"(.*_)?topk_group", 1),
+    (r"(n|num)_shared_experts", 1),
+    (r"(mamba_)?(n_groups|ngroups)", 2),
+    (r"(mamba_)?chunk_size", 16),
+    (r"(mamba_)?d_state|(ssm_)?state_size", 8),
+    (r"first_k_dense_replace|num_dense_layers|first_num_dense_layers|num_kv_shared_layers", 1),
+)  # fmt: skip
+"""Most of what an attribute of such a name may be."""
 _MAMBA_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 """Names of the number of a Mamba2 layer's heads and of their width, which together are as wide as the layer."""
 _QUERY_HEADS = re.compile(
@@ -136,7 +141,7 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(value)
 
 
-def _layer_overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+def _layer_overrides(config: PreTrainedConfig) -> dict[int, Options]:
     """Layer -> attributes in which it differs from the configuration (transformers' per_layer_config, from 5.18 on)."""
     spec = vars(config).get("_heterogeneity_spec")
     return {} if spec is None else spec.per_layer_overrides
@@ -197,7 +202,10 @@ def _narrowed(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
         return _HEADS if value >= heads else min(value, 2)
     for pattern, size in _SIZES:
         if re.fullmatch(pattern, name):
-            return size if isinstance(size, int) else size(value)
+            return size
+    for pattern, most in _MOST:
+        if re.fullmatch(pattern, name):
+            return min(value, most)
     return value
 
 
@@ -207,7 +215,7 @@ def _query_heads(config: PreTrainedConfig) -> int:
     return min(counts, default=0)
 
 
-def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[int, dict[str, Any]]) -> list[int]:
+def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[int, Options]) -> list[int]:
     """Keep the first two layers of each kind, and return them.
 
     Layers are of one kind when all lists by layer agree on them. One of each kind comes first, so that layers which
@@ -250,7 +258,7 @@ def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
     return True
 
 
-def _narrow_rope_parameters(config: PreTrainedConfig, parameters: dict[str, Any], low: Sequence[str]) -> None:
+def _narrow_rope_parameters(config: PreTrainedConfig, parameters: Options, low: Sequence[str]) -> None:
     if isinstance(parameters.get(_ROPE_THRESHOLD), (int, float)):
         # dynamic: requests end before it, see specdec.loading.sizes.max_model_len
         near = _ROPE_THRESHOLD in low and parameters.get("rope_type") != _BATCH_DEPENDENT_ROPE

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
-from attention.hf.probe import AttentionCall
+from attention.hf.probe import Calls
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
@@ -276,7 +276,7 @@ def _kinds(probed: TargetProbe) -> set[str]:
     return {spec.kind for spec in probed.recurrence_specs}
 
 
-def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, ...]]:
+def _variants(calls: Calls) -> set[tuple[bool, ...]]:
     """The variants of attention that layers use: window, softcap, sinks, chunks, temperature tuning."""
     keys = [call.attention_spec for call in calls]
     used = [(key.window, key.softcap, key.has_sinks or None, key.chunk_size, key.temperature) for key in keys]

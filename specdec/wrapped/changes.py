@@ -35,6 +35,8 @@ interrupt strikes while a forward puts the user's back."""
 _MOVING_FREQUENCIES = ("dynamic", "longrope")
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
 
+Modules = tuple[nn.Module, ...]
+
 
 class AdapterState(NamedTuple):
     """The state of a peft layer, apart from its weights, that decides its output.
@@ -50,7 +52,7 @@ class AdapterState(NamedTuple):
     scaling: tuple[tuple[str, Any], ...]
 
 
-def adapter_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+def adapter_layers(model: nn.Module) -> Modules:
     """The layers that peft has put into a model (its tuner layers, and modules saved with an adapter)."""
     # By what they have, without importing peft; a PreTrainedModel has a method of that name.
     return tuple(m for m in model.modules() if isinstance(getattr(type(m), "disable_adapters", None), property))
@@ -85,14 +87,14 @@ class _Snapshot:
     held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
     """
 
-    modules: tuple[nn.Module, ...]
+    modules: Modules
     children: list[nn.Module | None]
     kinds: list[tuple[torch.dtype, torch.device]]
     addresses: list[int]
     held: list[nn.Parameter] = field(compare=False)
 
     @classmethod
-    def of(cls, modules: tuple[nn.Module, ...], captured: bool) -> _Snapshot:
+    def of(cls, modules: Modules, captured: bool) -> _Snapshot:
         """These modules as they are now; `captured`: whether graphs hold their parameters."""
         there = [p for m in modules if m._parameters for p in m._parameters.values() if p is not None]
         held = there if captured else []
@@ -133,11 +135,11 @@ class LiveModel:
     model: PreTrainedModel
     snapshot: _Snapshot
     vocabulary: tuple[int, ...]
-    adapted: tuple[nn.Module, ...]
+    adapted: Modules
     adapters: tuple[AdapterState, ...]
     settings: Settings
     attention: str | None
-    uncalled: tuple[nn.Module, ...]
+    uncalled: Modules
     hook_tables: tuple[dict[int, Any], ...]
     hooks: list[int]
     buffers: tuple[_Buffer, ...]
@@ -148,8 +150,8 @@ class LiveModel:
         model: PreTrainedModel,
         captured: bool,
         settings: Settings | None = None,
-        uncalled: tuple[nn.Module, ...] = (),
-        tabulated: tuple[nn.Module, ...] = (),
+        uncalled: Modules = (),
+        tabulated: Modules = (),
     ) -> LiveModel:
         """The model as it is now. captured: whether graphs hold its weights. uncalled, tabulated: see `Target`.
 

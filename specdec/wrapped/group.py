@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from specdec.values import Json
+
 E = TypeVar("E")
 GRAPH_PASSES: list[Callable[[Any], None]] = []
 """Run first on every compiled graph: passes of a divided target's operators."""
@@ -100,7 +102,7 @@ class Group:
         """
         return function(engine, *arguments)
 
-    def facts(self) -> dict[str, Any] | None:
+    def facts(self) -> Json | None:
         """For `SpeculativeModel.describe`; None for one process."""
         return None
 

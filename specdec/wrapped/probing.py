@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention.errors import named_error
 from attention.hf.mixing import MIXING_FUNCTIONS, RecurrentCall, modeling_files
-from attention.hf.probe import AttentionCall, probe
+from attention.hf.probe import Calls, probe
 from attention.hf.weights import has_quantised
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 
@@ -40,7 +41,7 @@ class TargetProbe:
     """
 
     model: PreTrainedModel
-    calls: tuple[AttentionCall, ...]
+    calls: Calls
     layers: torch.nn.ModuleList
     vocab_size: int
     selects_rows: bool
@@ -137,7 +138,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             ) from error
         raise UnsupportedModelError(
             f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
-            f"and no mask its forward raises {type(error).__name__}: {error}"
+            f"and no mask its forward raises {named_error(error)}"
         ) from error
     calls, recurrent = found.calls, found.recurrent_calls
     if not recurrent:
@@ -198,7 +199,7 @@ def _check_reads_text(model: PreTrainedModel) -> None:
         )
         reason = "'s own forward fails on text" if text_alone else " does not read text alone"
         raise UnsupportedModelError(
-            f"{type(model).__name__}{reason}: on four tokens it raises {type(error).__name__}: {error}"
+            f"{type(model).__name__}{reason}: on four tokens it raises {named_error(error)}"
         ) from error
 
 
@@ -208,7 +209,7 @@ def _knows_the_interface(model: PreTrainedModel) -> bool:
     return any(_INTERFACE in vars(file) for file in files if file is not None)
 
 
-def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+def _check_attention_alone(model: PreTrainedModel, calls: Calls) -> None:
     """Refuse a model without recurrent calls in which anything but served attention may mix tokens.
 
     A hybrid class whose configuration has attention layers only is a plain model.
@@ -238,9 +239,7 @@ def _likely_reason(model: PreTrainedModel) -> str:
     return f" (attention biased by distance: alibi={alibi} in its configuration)" if alibi else ""
 
 
-def _decoder_layers(
-    model: PreTrainedModel, calls: tuple[AttentionCall, ...], recurrent: tuple[RecurrentCall, ...]
-) -> torch.nn.ModuleList:
+def _decoder_layers(model: PreTrainedModel, calls: Calls, recurrent: tuple[RecurrentCall, ...]) -> torch.nn.ModuleList:
     """The layers that hold the attention modules in order, each as many (LongCat-Flash: two); of a model with recurrent
     ones, a layer may have any number of these and of attention modules, or none."""
     mixers = {*(call.module for call in calls), *(call.module for call in recurrent)}

@@ -86,8 +86,7 @@ def _switched(layer: Any, rounding: Callable[..., Tensor]) -> Callable[..., Tens
     """A forward of this layer that is its class's while activations are not rounded."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = rounding(*args, **kwargs) if are_rounded() else type(layer).forward(layer, *args, **kwargs)
-        return out
+        return rounding(*args, **kwargs) if are_rounded() else type(layer).forward(layer, *args, **kwargs)
 
     return forward
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attention.backends.building import Build
+from attention.backends.building import Builds
 from attention.backends.flashinfer.mla import (
     PAGE_SIZES,
     FixedMlaBuilder,
@@ -129,7 +129,7 @@ class FlashInferBuilder:
         }
 
     @property
-    def builds(self) -> tuple[Build, ...]:
+    def builds(self) -> Builds:
         return tuple(ring.build for ring in self._rings.values())
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
@@ -152,9 +152,7 @@ class FlashInferBuilder:
         return "fa3" if is_long and "fa3" in self._rings else "fa2"
 
 
-def start_building(
-    key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device
-) -> tuple[Build, ...]:
+def start_building(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device) -> Builds:
     """Begin to build the kernels that a group with this key will need; for callers that know the key in advance.
 
     The fa3 kernel comes first because nvcc takes twice as long for it.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.backends.building import Build, in_background
+from attention.backends.building import Build, Builds, in_background
 from attention.backends.flashinfer.mla_plan import LATENT_DIM, PlanLayout, SplitKV, Tiles, write_all, write_lengths
 from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
@@ -154,7 +154,7 @@ class MlaBuilder:
         self._ring: list[WorkList] = []
 
     @property
-    def builds(self) -> tuple[Build, ...]:
+    def builds(self) -> Builds:
         return (self._kernel.building,)
 
     def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:

@@ -22,6 +22,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
 from attention.checking import require
+from attention.staging import Arrays
 
 PAIRS = 64
 LEAST_KEYS, WHOLE_KEYS = 128, 256
@@ -39,9 +40,6 @@ MERGES = (
 )
 ORDER = (*PER_ITEM[:3], *MERGES, *PER_ITEM[3:], "work_indptr")
 """The arrays as the kernel's plan names them, in its order."""
-
-Arrays = Mapping[str, np.ndarray]
-"""The arrays of a plan, int32, by name."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ returned, and what a streamer gets).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import STATELESS, RowWise, overlapping
 from specdec.user_warnings import warn_user
+from specdec.values import Options
 
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
 _FALL_BACK = "attach(…, fallback=True), which runs such calls as transformers does"
@@ -154,7 +155,7 @@ class Asked:
             seeds = torch.randint(0, 2**62, (len(self.ids),), device="cpu").tolist()
         return [replace(base, seed=seed, **self._code(row, criteria)) for row, seed in enumerate(seeds)]
 
-    def _code(self, row: int, criteria: tuple[Any, ...]) -> dict[str, Any]:
+    def _code(self, row: int, criteria: tuple[Any, ...]) -> Options:
         """The caller's own for a row, which sees its padding, too."""
         processors, function = tuple(_of_row(one, row) for one in self.processors), self.prefix_function
         if not self.mask[row].all():
@@ -201,7 +202,7 @@ class Asked:
             return sequences
         logits = _steps([each.logits for each in done], most, device)
         scores = _steps([each.scores for each in done], most, device)
-        given: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits}
+        given: Options = {"sequences": sequences, "scores": scores, "logits": logits}
         return GenerateDecoderOnlyOutput(**given)
 
     @property
@@ -262,7 +263,7 @@ def has_adapter_for_each_row(model: PreTrainedModel) -> bool:
     return any(isinstance(hook, partial) and {"adapter_names", "alora_offsets"} & {*hook.keywords} for hook in hooks)
 
 
-def check_arguments(model_arguments: Mapping[str, Any], prepared: Collection[str] = ()) -> None:
+def check_arguments(model_arguments: Options, prepared: Collection[str] = ()) -> None:
     """Raises InvalidInputError: arguments of the model's forward that rounds do not pass on.
 
     prepared: those that are not the caller's.
@@ -282,7 +283,7 @@ def _says_something(name: str, given: Any) -> bool:
     return given is not None and given is not False
 
 
-def _public(config: GenerationConfig) -> dict[str, Any]:
+def _public(config: GenerationConfig) -> Options:
     known = vars(GenerationConfig())
     return {name: value for name, value in vars(config).items() if not name.startswith("_") and name in known}
 

@@ -6,13 +6,13 @@ nothing of it travels: a copy of the model, pickled, saved or deep-copied, is a 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any, Self
 
 import torch
@@ -22,12 +22,12 @@ from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.extensions.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
 from specdec.extensions.attached.manager import Manager
 from specdec.model import SpeculativeModel
-from specdec.values import short
+from specdec.values import Options, short
 
 _PLACE = "_specdec_attachment"
 _METHODS = ("generate", "generate_batch", "init_continuous_batching")
 _lock = threading.RLock()
-_replaced: dict[type, tuple[dict[str, Any], weakref.WeakSet[Attachment]]] = {}
+_replaced: dict[type, tuple[Options, weakref.WeakSet[Attachment]]] = {}
 """Of each class whose methods are replaced: what it had itself, and its attachments."""
 
 
@@ -45,7 +45,7 @@ class Attachment:
         fallback: whether what is not served runs as transformers does.
     """
 
-    def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: dict[str, Any]) -> None:
+    def __init__(self, hf_model: Any, draft: Any, fallback: bool, options: Options) -> None:
         """Raises as `wrapped`."""
         self.model = wrapped(hf_model, draft, options)
         self.fallback = fallback
@@ -71,8 +71,7 @@ class Attachment:
     @staticmethod
     def of(model: PreTrainedModel) -> Attachment | None:
         """The attachment of a model; None where it has none."""
-        found: Attachment | None = vars(model).get(_PLACE)
-        return found
+        return vars(model).get(_PLACE)
 
     def __enter__(self) -> Self:
         return self
@@ -89,22 +88,22 @@ class Attachment:
         return (_nothing, ())
 
     @torch.no_grad()
-    def _generate(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The call of the model's own `generate` with these arguments. original: the model's own.
+    def _generate(self, call: partial[Any]) -> Any:
+        """A call of the model's own `generate`.
 
         Raises:
             InvalidInputError, ModelChangedError: it is not served, and runs as transformers does where `fallback` is
                 set. Others: as transformers, or as `SpeculativeModel.generate`.
         """
-        if self._is_another_way(named):
-            return original(*given, **named)
-        started = self._unless_refused(lambda: self._asked(original, given, named).started(self.model))
-        return original(*given, **named) if started is None else started.result()
+        if self._is_another_way(call.keywords):
+            return call()
+        started = self._unless_refused(lambda: self._asked(call).started(self.model))
+        return call() if started is None else started.result()
 
     @torch.no_grad()
-    def _generate_batch(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _generate_batch(self, call: partial[Any]) -> Any:
         """The model's own `generate_batch`, over a `Manager` unless a prompt or the config is not served."""
-        arguments = inspect.signature(original).bind(*given, **named).arguments
+        arguments = _bound(call).arguments
         config = arguments.get("generation_config") or self.hf_model.generation_config
         new_tokens = arguments.get("kwargs", {}).get("max_new_tokens", config.max_new_tokens)
 
@@ -114,19 +113,17 @@ class Attachment:
 
         token = _own_path.set(not self._unless_refused(is_served))
         try:
-            return original(*given, **named)
+            return call()
         finally:
             _own_path.reset(token)
 
-    def _init_continuous_batching(
-        self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
+    def _init_continuous_batching(self, call: partial[Any]) -> Any:
         """A manager with the interface of transformers' own, or that itself."""
-        arguments = _bound(original, given, named)
+        arguments = _with_defaults(call)
         config, options = arguments["generation_config"], arguments.get("continuous_batching_config")
         own = config or self.hf_model.generation_config
         manager = None if _own_path.get() else self._unless_refused(lambda: Manager(self.model, own, options))
-        return original(*given, **named) if manager is None else manager
+        return call() if manager is None else manager
 
     def _unless_refused(self, decide: Callable[[], Any]) -> Any:
         """What `decide` finds; None where the call is to run as transformers does. Raises as `_generate`."""
@@ -137,21 +134,21 @@ class Attachment:
                 raise
         return None
 
-    def _is_another_way(self, named: dict[str, Any]) -> bool:
+    def _is_another_way(self, named: Options) -> bool:
         """Whether the model's own path is the call's: another way of decoding, or an adapter of peft's for each row."""
         another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
         return another or has_adapter_for_each_row(self.hf_model)
 
-    def _asked(self, original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Asked:
+    def _asked(self, call: partial[Any]) -> Asked:
         """Prepare the arguments with the model's own methods.
 
         Raises:
             InvalidInputError: an argument that is not served. ValueError: as transformers.
         """
         model: Any = self.hf_model
-        if inspect.unwrap(getattr(original, "__func__", original)) is not inspect.unwrap(GenerationMixin.generate):
+        if inspect.unwrap(getattr(call.func, "__func__", call.func)) is not inspect.unwrap(GenerationMixin.generate):
             raise InvalidInputError(f"{type(model).__name__} has a generate of its own, in place of transformers'")
-        arguments = _bound(original, given, named)
+        arguments = _with_defaults(call)
         kwargs = dict(arguments.pop("kwargs"))
         inputs, generation_config = arguments.pop("inputs"), arguments.pop("generation_config")
         streamer, function = arguments.pop("streamer"), arguments.pop("prefix_allowed_tokens_fn")
@@ -246,12 +243,10 @@ def _put_back(cls: type, attachment: Attachment) -> None:
 def _looking_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the class: the instance's attachment serves it, or the original."""
 
-    @functools.wraps(original)
+    @wraps(original)
     def method(self: Any, *given: Any, **named: Any) -> Any:
-        attachment, own = vars(self).get(_PLACE), original.__get__(self)
-        if attachment is None:
-            return own(*given, **named)
-        return getattr(attachment, f"_{name}")(own, given, named)
+        attachment, call = vars(self).get(_PLACE), partial(original.__get__(self), *given, **named)
+        return call() if attachment is None else getattr(attachment, f"_{name}")(call)
 
     return method
 
@@ -280,7 +275,7 @@ class NoTokenizer:
         return ""
 
 
-def wrapped(hf_model: Any, draft: Any, options: dict[str, Any]) -> SpeculativeModel:
+def wrapped(hf_model: Any, draft: Any, options: Options) -> SpeculativeModel:
     """What runs calls of a transformers model, or of a PeftModel's inner one.
 
     Raises as `SpeculativeModel.from_pretrained`.
@@ -296,8 +291,13 @@ def _nothing() -> None:
     """What copies of a model have where it has an attachment."""
 
 
-def _bound(original: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+def _bound(call: partial[Any]) -> inspect.BoundArguments:
+    """Arguments of a call by name. Raises TypeError as the call would."""
+    return inspect.signature(call.func).bind(*call.args, **call.keywords)
+
+
+def _with_defaults(call: partial[Any]) -> Options:
     """Arguments of a call by name, defaults filled in. Raises TypeError as the call would."""
-    bound = inspect.signature(original).bind(*given, **named)
+    bound = _bound(call)
     bound.apply_defaults()
-    return dict(bound.arguments)
+    return bound.arguments

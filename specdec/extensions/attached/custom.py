@@ -28,6 +28,7 @@ from specdec.errors import InvalidInputError
 from specdec.extensions.attached.asked import PREPARED, Asked, check_arguments
 from specdec.extensions.attached.attach import Attachment, attach, wrapped
 from specdec.model import SpeculativeModel
+from specdec.values import Options
 
 HEAD_FOLDER = "custom_generate/head"
 """Where a repository with a `custom_generate` folder has its draft head."""
@@ -47,7 +48,7 @@ _PROJECT = "specdec-hf"
 class CustomGenerate:
     """A callable for `model.generate(custom_generate=…)`. The first call of a model wraps it; `close` frees that."""
 
-    def __init__(self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, options: dict[str, Any]) -> None:
+    def __init__(self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, options: Options) -> None:
         self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
         self._draft, self._options = draft, options
         self._calls: WeakKeyDictionary[PreTrainedModel, SpeculativeModel] = WeakKeyDictionary()
@@ -112,7 +113,7 @@ def custom_generate(
     return CustomGenerate(draft, streamer, tokenizer, stop_strings, options)
 
 
-def generate_in_repository(exported: str, given: tuple[Any, ...], model: PreTrainedModel, named: dict[str, Any]) -> Any:
+def generate_in_repository(exported: str, given: tuple[Any, ...], model: PreTrainedModel, named: Options) -> Any:
     """What `custom_generate/generate.py` of an exported folder calls: attaches the model to the head that lies there.
 
     From then on the model's `generate` is the attached one, with no file of the repository between.
@@ -208,7 +209,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _of_config(criterion: Any, config: GenerationConfig) -> bool:
     """Whether a criterion repeats the config."""
     if isinstance(criterion, MaxLengthCriteria):
-        return bool(criterion.max_length >= (config.max_length or 0))
+        return criterion.max_length >= (config.max_length or 0)
     if isinstance(criterion, MaxTimeCriteria):
-        return bool(criterion.max_time == config.max_time)
+        return criterion.max_time == config.max_time
     return isinstance(criterion, EosTokenCriteria)

@@ -19,11 +19,13 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from attention.errors import named_error
 from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
+from specdec.values import Options
 
 _FEATURES = ("temperature", "top_k", "top_p")
 """Options that `add_request` takes for one request, as transformers'."""
@@ -241,7 +243,7 @@ class Manager:
         with self._change:
             self._handlers[request_id] = (callback, asyncio.get_running_loop())
 
-    def _of_request(self, max_new_tokens: int | None, eos: Any, options: dict[str, Any]) -> SamplingParams:
+    def _of_request(self, max_new_tokens: int | None, eos: Any, options: Options) -> SamplingParams:
         changed = {name: value for name, value in options.items() if value is not None}
         if odd := sorted(set(changed) - set(_FEATURES)):
             raise InvalidInputError(f"add_request({', '.join(odd)}=…): allowed are {', '.join(_FEATURES)}")
@@ -327,7 +329,7 @@ class Manager:
 
     def _end(self) -> None:
         error = self.background_thread_status.fatal_error
-        self._fail("the manager was stopped" if error is None else f"{type(error).__name__}: {error}")
+        self._fail("the manager was stopped" if error is None else named_error(error))
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from specdec.errors import InvalidInputError
-from specdec.values import is_whole, short
+from specdec.values import Json, is_whole, short
 
 MOST_BYTES = 64 * 2**20
 """Of a line; the rest of a longer one is skipped, and its row is an error."""
@@ -72,7 +72,7 @@ def lines_of(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[Line
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def fields_of(line: Line) -> dict[str, Any]:
+def fields_of(line: Line) -> Json:
     """The JSON object of a line.
 
     Raises:
@@ -93,7 +93,7 @@ def fields_of(line: Line) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, Any]]) -> Json:
     """A JSON object. Raises InvalidInputError: it has a field twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -118,7 +118,7 @@ class Key(NamedTuple):
         return str(self.value)
 
 
-def key_of(fields: dict[str, Any]) -> Key | None:
+def key_of(fields: Json) -> Key | None:
     """The key of a row; None where it has none.
 
     Raises:

@@ -24,6 +24,7 @@ from specdec.extensions.batches.tasks import TaskDefaults, task_of, tasks_of
 from specdec.model import SpeculativeModel
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
+from specdec.values import Json
 
 IN_FLIGHT = 3
 """Chunks of lines that a worker has at once: while one ends, the others fill its batch."""
@@ -64,7 +65,7 @@ class BatchActor:
         """Once the model is loaded."""
         return True
 
-    def predict(self, batch: Columns) -> dict[str, Any]:
+    def predict(self, batch: Columns) -> Json:
         """The columns of a batch and those of its answers: see `tasks_of`, `answer_columns`."""
         tasks = tasks_of(batch, self.asking)
         return answer_columns(batch, answered(self.model, tasks))
@@ -77,7 +78,7 @@ class BatchActor:
 class Predictor(BatchActor):
     """For `ray.data.Dataset.map_batches`: columns in, columns out, one batch after the other."""
 
-    def __call__(self, batch: Columns) -> dict[str, Any]:
+    def __call__(self, batch: Columns) -> Json:
         return self.predict(batch)
 
 
@@ -88,7 +89,7 @@ class AsyncPredictor(BatchActor):
         super().__init__(*args, **options)
         self._pool = ThreadPoolExecutor(64)  # they sleep while one of them runs a round
 
-    async def __call__(self, batch: Columns) -> dict[str, Any]:
+    async def __call__(self, batch: Columns) -> Json:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.predict, batch)
 
 
@@ -161,7 +162,7 @@ def _lost(line: Line, asking: TaskDefaults) -> Record:
     return record_of(TaskResult(task_of(line, asking), error=error), None)
 
 
-def _resources(ray: Any, count: int, options: LoadOptions) -> dict[str, Any]:
+def _resources(ray: Any, count: int, options: LoadOptions) -> Json:
     """Of each worker. Raises InvalidInputError: the cluster has fewer, so that workers would wait for ever."""
     there = ray.cluster_resources()
     gpus = options.tensor_parallel_size if there.get("GPU") and str(options.device or "cuda").startswith("cuda") else 0

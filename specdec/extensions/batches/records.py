@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from attention.errors import named_error
 from specdec.engine.feeding import Feeding
 from specdec.engine.streams import Stream
 from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
@@ -25,13 +26,14 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
 from specdec.requests.submission import filled
+from specdec.values import Json
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
 
 ID = "batch_req_"
 """What the id of an answer of OpenAI's form begins with; its row's line follows."""
-_NOTHING: dict[str, Any] = {
+_NOTHING: Json = {
     "text": "",
     "token_ids": [],
     "finish_reason": "",
@@ -87,7 +89,7 @@ def row_number(fields: Any) -> int:
     return number
 
 
-def _row(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
+def _row(answer: TaskResult, tokenizer: Any) -> Json:
     task, completions, error = answer
     named = {} if task.key is None else {task.key.field: task.key.value}
     head = {**named, "line": task.number, **task.kept, "error": error or None}
@@ -100,7 +102,7 @@ def _row(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
     return head | (each[0] if task.params.n == 1 else {"completions": each})
 
 
-def columns(completion: Completion) -> dict[str, Any]:
+def columns(completion: Completion) -> Json:
     """Fields of every completion."""
     pooled = completion.pooled
     return {
@@ -115,12 +117,12 @@ def columns(completion: Completion) -> dict[str, Any]:
     }
 
 
-def answer_columns(batch: Mapping[str, Any], answers: Iterable[TaskResult]) -> dict[str, Any]:
+def answer_columns(batch: Mapping[str, Any], answers: Iterable[TaskResult]) -> Json:
     """The batch's columns and those of its answers; a prompt of ids is called prompt_token_ids then.
 
     error: "" where a row has an answer.
     """
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Json] = {}
     for task, completions, error in answers:
         rows[task.number] = ({} if error else columns(completions[0])) | {"error": error}
     kept = {"prompt_token_ids" if name == "token_ids" else name: column for name, column in batch.items()}
@@ -138,9 +140,9 @@ def _column(values: list[Any]) -> np.ndarray:
     return column
 
 
-def _told(completion: Completion) -> dict[str, Any]:
+def _told(completion: Completion) -> Json:
     """Fields of completions that requested them."""
-    found: dict[str, Any] = {
+    found: Json = {
         "truncated_by": completion.truncated_by,
         "drafts": completion.drafts,
         "logprobs": _plain(completion.logprobs),
@@ -149,7 +151,7 @@ def _told(completion: Completion) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _plain(each: Iterable[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
+def _plain(each: Iterable[TokenLogprobs | None] | None) -> list[Json | None] | None:
     return None if each is None else [None if one is None else _finite(one)._asdict() for one in each]
 
 
@@ -159,7 +161,7 @@ def _finite(told: TokenLogprobs) -> TokenLogprobs:
     return told._replace(logprob=max(told.logprob, LEAST), top=top)
 
 
-def _openai(answer: TaskResult, tokenizer: Any) -> dict[str, Any]:
+def _openai(answer: TaskResult, tokenizer: Any) -> Json:
     task, completions, error = answer
     name = f"{ID}{task.number}"
     custom_id = None if task.key is None else task.key.value
@@ -223,7 +225,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
 
 def error_text(error: SpecdecError) -> str:
     """An error as answers record it."""
-    return str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _Refused) else named_error(error)
 
 
 def records(model: SpeculativeModel, lines: Iterable[Line], asking: TaskDefaults) -> Iterator[Record]:

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import InputFacts, Line, lines_of, look_through
 from specdec.extensions.batches.records import Record, row_number
 from specdec.requests.shown import tau_words
 from specdec.run_files import KeptLines
+from specdec.values import Json
 
 REPORT_S = 30.0
 """Seconds between two lines about the progress where standard error is no terminal."""
@@ -83,7 +84,7 @@ class Output(KeptLines):
     remedy = "give another file"
     lost = "its row is asked again"
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], lines: int) -> None:
+    def __init__(self, path: Path, settings: Json, lines: int) -> None:
         """lines: of the input, those that are blank among them.
 
         Raises:
@@ -110,7 +111,7 @@ class Output(KeptLines):
             self.done[record.number] = 1
             self.failed += record.failed
 
-    def _check_settings(self, kept: Path, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, kept: Path, settings: Json) -> None:
         if not self.path.exists() or not self.path.stat().st_size:  # an empty file binds nobody
             kept.unlink(missing_ok=True)
         elif not kept.is_file():
@@ -126,14 +127,14 @@ class Output(KeptLines):
             self.done[number] = 1
         except (ValueError, LookupError, TypeError) as error:
             raise InvalidInputError(
-                f"{place}: no answer of this batch ({type(error).__name__}: {error}); remove the line, or {self.remedy}"
+                f"{place}: no answer of this batch ({named_error(error)}); remove the line, or {self.remedy}"
             ) from error
 
 
 def run_batch(
     source: Path,
     target: Path,
-    settings: Mapping[str, Any],
+    settings: Json,
     start: Callable[[], Records],
     console: Console | None = None,
 ) -> Summary:
@@ -158,7 +159,7 @@ def run_batch(
     return summary
 
 
-def _input(facts: InputFacts) -> dict[str, Any]:
+def _input(facts: InputFacts) -> Json:
     return {name: value for name, value in asdict(facts).items() if name != "lines"}
 
 

@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import KEYS, Key, Line, digest, fields_of, key_of
 from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, streamed, tools_of, with_tools
 from specdec.extensions.tools.tool_use import FIELDS
 from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
-from specdec.values import short
+from specdec.values import Json, short
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
@@ -56,11 +57,11 @@ class Task:
     form: Form = "row"
     prompt: Any = None
     params: SamplingParams = field(default_factory=SamplingParams)
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    kept: Json = field(default_factory=dict)
     error: str = ""
 
 
-_Make = Callable[[Task, dict[str, Any], TaskDefaults], Task]
+_Make = Callable[[Task, Json, TaskDefaults], Task]
 
 
 def task_of(line: Line, asking: TaskDefaults) -> Task:
@@ -80,7 +81,7 @@ def tasks_of(batch: Mapping[str, Any], asking: TaskDefaults) -> list[Task]:
     return [_task(i, partial(dict, row), _of_columns, asking) for i, row in enumerate(rows)]
 
 
-def _task(number: int, read: Callable[[], dict[str, Any]], make: _Make, asking: TaskDefaults) -> Task:
+def _task(number: int, read: Callable[[], Json], make: _Make, asking: TaskDefaults) -> Task:
     """The task that `make` makes of the row that `read` returns, or why there is none."""
     task = Task(number)
     try:
@@ -88,17 +89,17 @@ def _task(number: int, read: Callable[[], dict[str, Any]], make: _Make, asking: 
         task = replace(task, key=key_of(row))
         return make(task, row, asking)
     except InvalidInputError as error:
-        return replace(task, error=f"{type(error).__name__}: {error}")
+        return replace(task, error=named_error(error))
 
 
-def _of_line(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
+def _of_line(task: Task, row: Json, asking: TaskDefaults) -> Task:
     if "body" not in row and "url" not in row:
         return _of_row(task, row, asking)
     task = replace(task, form=URLS.get(str(row.get("url")), "chat.completion"))
     return _of_openai(task, row, asking)
 
 
-def _of_columns(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
+def _of_columns(task: Task, row: Json, asking: TaskDefaults) -> Task:
     own = row.pop("params", None) or {}
     if not isinstance(own, dict):
         raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
@@ -121,14 +122,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _of_row(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
+def _of_row(task: Task, row: Json, asking: TaskDefaults) -> Task:
     prompt = prompt_of(row)
     own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
     kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
 
-def _of_openai(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
+def _of_openai(task: Task, row: Json, asking: TaskDefaults) -> Task:
     body, url = row.get("body"), row.get("url")
     if not isinstance(row.get("custom_id"), str):
         raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
@@ -151,7 +152,7 @@ def _of_openai(task: Task, row: dict[str, Any], asking: TaskDefaults) -> Task:
     return replace(task, prompt=prompt, params=with_tools(params_of(own, asking, task), use), kept=kept)
 
 
-def prompt_of(row: Mapping[str, Any]) -> Any:
+def prompt_of(row: Json) -> Any:
     """The prompt of a row's fields: a text, messages (with options of their template) or token ids.
 
     Raises:
@@ -175,7 +176,7 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return chat_of(value, template) if name == "messages" else value
 
 
-def params_of(own: Mapping[str, Any], asking: TaskDefaults, task: Task) -> SamplingParams:
+def params_of(own: Json, asking: TaskDefaults, task: Task) -> SamplingParams:
     """The sampling of a row: its own options, else those of the run; without a seed, one made of its key.
 
     Raises:

@@ -22,7 +22,7 @@ from specdec.extensions.handoff.held import HeldPages
 from specdec.extensions.handoff.moved import Departed, Handoff, Pages
 from specdec.extensions.handoff.moving import MovingRequests
 from specdec.requests.request import Update
-from specdec.values import short
+from specdec.values import Json, Options, short
 from specdec.wrapped.changes import WeightVersions, adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
 
@@ -35,7 +35,7 @@ _SHARES = "target weights, share by share"
 _METHODS = ("start", "grant", "revoke", "read", "finish", "finished", "close")
 
 
-def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
+def made(transport: str | Transport, options: Options) -> Transport:
     """A transport that is not open yet: made from its name and options, or the given object.
 
     Raises:
@@ -134,11 +134,10 @@ def _part(ranks: Any) -> int:
             f"of this model's layers some have their key-value heads divided among {ranks.size} ranks otherwise than "
             "others; its requests cannot move: load it with tensor_parallel_size=1"
         )
-    number: int = ranks.rank // next(iter(kinds), ranks.size)
-    return number
+    return ranks.rank // next(iter(kinds), ranks.size)
 
 
-def options_of_rank(options: dict[str, Any], rank: int) -> dict[str, Any]:
+def options_of_rank(options: Options, rank: int) -> Options:
     """A transport's options on a rank: rank r listens on the r-th port after the given one."""
     port = options.get("port")
     return {**options, "port": port + rank} if isinstance(port, int) and port else options
@@ -148,7 +147,7 @@ class Link:
     """An open transport of a model: each rank's regions, and what must be equal in the other engine."""
 
     def __init__(
-        self, model: Any, guests: MovingRequests, own: Transport, transport: str | Transport, options: Mapping[str, Any]
+        self, model: Any, guests: MovingRequests, own: Transport, transport: str | Transport, options: Options
     ) -> None:
         """Open it on all ranks, between two rounds. own: this rank's, see `made`.
 
@@ -161,12 +160,12 @@ class Link:
         self._engine_name = f"specdec-{uuid.uuid4().hex}"
         self._end = RankEnd(model, guests.held, own, self._engine_name)
         self._versions = WeightVersions(model.hf_model, model.head)
-        self._weights: dict[str, Any] | None = None
+        self._weights: Json | None = None
         self._stale = False
         self._looking = threading.Lock()
         self._ranks = (self._end.table, *self._others(transport, options))
 
-    def _others(self, transport: str | Transport, options: Mapping[str, Any]) -> tuple[RankTable, ...]:
+    def _others(self, transport: str | Transport, options: Options) -> tuple[RankTable, ...]:
         """Open it on the other ranks; their tables."""
         return ()
 
@@ -275,7 +274,7 @@ class Link:
         return self._end.read(own)
 
 
-def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Json, Json]:
     """Two fingerprints, without the entries that engines of different numbers of ranks cannot compare."""
     here, there = dict(own), dict(other)
     counts = {len(shares) for each in (here, there) if isinstance(shares := each.get(_SHARES), list)}
@@ -285,7 +284,7 @@ def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[s
 
 
 @torch.no_grad()
-def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
+def fingerprint(model: Any, weights: str, shares: list[str]) -> Json:
     """By name, all that must be equal for a request to continue in another engine with the same tokens and drafts.
 
     weights, shares: the target's, see `shared_fingerprint`.
@@ -295,7 +294,7 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
     adapters = in_words(adapter_states(adapter_layers(model.hf_model)))
     formats = {r.group.name: r.group.format for r in model.runners}
     scales = {name: [list(pair) for pair in own.scales] for name, own in formats.items() if own.scales}
-    found: dict[str, Any] = {
+    found: Json = {
         "head": None if head is None else type(head).__name__,
         "target weights": weights + (f", adapters {adapters}" if adapters else ""),
         _SHARES: shares,

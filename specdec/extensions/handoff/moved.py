@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.errors import HandoffMismatchError
+from attention.errors import HandoffMismatchError, named_error
 from attention.transport.region_tables import VERSION, EngineTable
 from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
 from specdec.requests.submission import Submission
-from specdec.values import number, refuse_type, whole
+from specdec.values import Json, TokenIds, number, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
@@ -46,14 +46,14 @@ class MovedRequest:
         queue_s, prefill_s: seconds that it waited, and from then to the first token. Others: see `RequestStats`.
     """
 
-    prompt_token_ids: tuple[int, ...]
-    new_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
+    new_token_ids: TokenIds
     params: SamplingParams
     key: int
     limit: int
     num_drafts: int
     sample_index: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: TokenIds
     variant: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -140,8 +140,7 @@ class Leaving(Submission):
 
     def submit_to(self, engine: Any) -> int:
         """Queue it; its id. See `MovingRequests.submit_leaving`."""
-        request_id: int = engine.guests.submit_leaving(self)
-        return request_id
+        return engine.guests.submit_leaving(self)
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,7 @@ class Resumption:
 
     def submit_to(self, engine: Any) -> int:
         """Queue it; its id. See `MovingRequests.resume`."""
-        request_id: int = engine.guests.resume(self.handoff, self.number)
-        return request_id
+        return engine.guests.resume(self.handoff, self.number)
 
 
 @dataclass(frozen=True)
@@ -253,12 +251,12 @@ class Handoff:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, HandoffMismatchError):
                 raise
-            raise HandoffMismatchError(f"this is no handoff: {type(error).__name__}: {error}") from error
+            raise HandoffMismatchError(f"this is no handoff: {named_error(error)}") from error
 
 
-def _moved(given: dict[str, Any]) -> MovedRequest:
+def _moved(given: Json) -> MovedRequest:
     """Read a request, checking every value: a wrong one would make a round fail, and end other requests with it."""
-    read: dict[str, Any] = {"params": SamplingParams.from_dict(given["params"])}
+    read: Json = {"params": SamplingParams.from_dict(given["params"])}
     read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
     read |= {name: whole(name, given[name], 0) for name in _COUNTS}
     read |= {name: _SECONDS(name, given[name]) for name in ("queue_s", "prefill_s")}
@@ -281,7 +279,7 @@ def _text(name: str, given: Any) -> str:
     return given
 
 
-def _completion(given: dict[str, Any]) -> Completion:
+def _completion(given: Json) -> Completion:
     stats = RequestStats(**{**given["stats"], "rounds": ()})  # it ended with the prompt's token: no round
     drafts = None if given["drafts"] is None else ()
     return replace(Completion(**given), stats=stats, drafts=drafts)

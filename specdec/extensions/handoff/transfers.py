@@ -26,7 +26,7 @@ from specdec.interrupts import interrupt_in, interrupts_as_they_are
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, check_each, submissions
-from specdec.values import choice, number, short
+from specdec.values import Options, choice, number, short
 
 OnFailure = Literal["raise", "prefill"]
 _SECONDS = number("a number of seconds above 0", lambda seconds: seconds > 0)
@@ -50,11 +50,10 @@ class Transfers:
 
     @property
     def _shared(self) -> SharedEngine:
-        shared: SharedEngine = self._model._shared
-        return shared
+        return self._model._shared
 
     @interrupts_as_they_are()
-    def open(self, transport: str | Transport, options: dict[str, Any]) -> EngineTable:
+    def open(self, transport: str | Transport, options: Options) -> EngineTable:
         """Choose how keys and values move between this model and others.
 
         Both models of a move need the same transport. Without this call it is "local"; a model that is divided among
@@ -231,7 +230,7 @@ class Transfers:
             )
         return self._link or self._linked("local", {}, instead=False)
 
-    def _linked(self, transport: str | Transport, options: dict[str, Any], instead: bool) -> Link:
+    def _linked(self, transport: str | Transport, options: Options, instead: bool) -> Link:
         """Open a transport. instead: replace one that is open; else that one is returned (another thread's)."""
         with self._shared.between_rounds():
             if self._link is not None and not instead:
@@ -271,16 +270,14 @@ class Transfers:
 
 def transfers_of(model: Any) -> Transfers:
     """The transfers of a `SpeculativeModel`, made at first use by any thread; the model closes them when it ends."""
-    found: Transfers = vars(model).setdefault("_transfers", Transfers(model))
-    return found
+    return vars(model).setdefault("_transfers", Transfers(model))
 
 
 def _kinds(ranks: Any) -> tuple[Callable[[Any], MovingRequests], type[Link]]:
     """Functions that make an engine's moving requests, and a link, depending on the model's ranks."""
     if ranks is None:
         return MovingRequests, Link
-    kinds: tuple[Callable[[Any], MovingRequests], type[Link]] = ranks.moving()
-    return kinds
+    return ranks.moving()
 
 
 def _listed(handoffs: Handoff | Sequence[Handoff]) -> list[Handoff]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from specdec.model import SpeculativeModel
 from specdec.requests.prompts import Prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, pool_requests
+from specdec.values import Json
 from specdec.wrapped.probing import TargetProbe, probe_target
 
 LOW = 0.25
@@ -57,7 +58,7 @@ class Tried:
         """Better beyond doubt."""
         return Gain(self.gain, self.error).is_clear
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Numbers as they are."""
         said = {"reading": self.reading.name, "head_overrides": dict(self.reading.overrides)}
         return said | {"gain": self.gain, "error": self.error} | _numbers(self.stats)
@@ -84,7 +85,7 @@ class Agreement:
     verdict: Verdict
     cause: str
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Numbers as they are."""
         return {
             "verdict": self.verdict,
@@ -98,7 +99,7 @@ class Agreement:
         }
 
 
-def _numbers(stats: AcceptanceStats) -> dict[str, Any]:
+def _numbers(stats: AcceptanceStats) -> Json:
     return {
         "count": stats.rounds,
         "tau": stats.tau,

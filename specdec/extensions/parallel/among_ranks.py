@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from attention.errors import OutOfPagesError
+from attention.errors import OutOfPagesError, named_error
 from attention.transport.region_tables import EngineTable, RankTable
 from attention.transport.transports import Read, ReadPlan, Transport
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
@@ -30,6 +30,7 @@ from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine
 from specdec.extensions.parallel.messages import Key, Reply
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.workers import WorkersChannel as Channel
+from specdec.values import Options
 from specdec.wrapped.fingerprint import fingerprint_of_target
 
 _OPENING = 60.0
@@ -149,7 +150,7 @@ def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
 class RanksLink(Link):
     """A `Link` of a model with several ranks, on rank 0."""
 
-    def _others(self, transport: str | Transport, options: Mapping[str, Any]) -> tuple[RankTable, ...]:
+    def _others(self, transport: str | Transport, options: Options) -> tuple[RankTable, ...]:
         assert isinstance(transport, str)
         try:
             others = open_on_other_ranks(self._model, transport, dict(options), self._engine_name)
@@ -164,7 +165,7 @@ class RanksLink(Link):
         return RanksRead(self._model, handoff, number, deadline, partial(self._end.read, own))
 
 
-def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], engine: str) -> tuple[RankTable, ...]:
+def open_on_other_ranks(model: Any, transport: str, options: Options, engine: str) -> tuple[RankTable, ...]:
     """Make the other ranks open a transport; returns their tables. Called on rank 0 between two rounds.
 
     Raises:
@@ -253,7 +254,7 @@ class FollowedTransfers:
     fail: Callable[[BaseException], None]
     end: RankEnd | None = None
 
-    def open(self, key: Key, transport: str, options: dict[str, Any], engine: str, secret: bytes) -> None:
+    def open(self, key: Key, transport: str, options: Options, engine: str, secret: bytes) -> None:
         """Let others read this rank's pages, under the engine's name and secret; the answer has this rank's table."""
         self.close()
         try:
@@ -261,7 +262,7 @@ class FollowedTransfers:
             held = moving_requests(self.model.engine, FollowingRequests).held
             self.end = RankEnd(self.model, held, TRANSPORTS[transport](**own), engine)
         except SpecdecError as error:
-            self.say(Reply(key, error=f"{type(error).__name__}: {error}"))
+            self.say(Reply(key, error=named_error(error)))
             return
         held.secret = secret
         self.say(Reply(key, self.end.table))
@@ -297,7 +298,7 @@ class FollowedTransfers:
             read = end.read(end.read_plan(handoff, pages))
             read.wait(deadline)
         except SpecdecError as error:
-            text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, TransferError) else named_error(error)
             settled = read is None or read.settled
             answer = Reply(key, error=text, late=isinstance(error, TransferTimeoutError), settled=settled)
             self.say(answer)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from attention.errors import named_error
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.extensions.parallel.collectives import RankGoneError
@@ -112,9 +113,7 @@ class LeadingEngine(Engine):
             except RanksLostError:
                 raise
             except BaseException as error:
-                self._link.workers.give_up(
-                    f"rank 0 was stopped in the midst of a call ({type(error).__name__}: {error})"
-                )
+                self._link.workers.give_up(f"rank 0 was stopped in the midst of a call ({named_error(error)})")
                 raise
 
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
@@ -126,7 +125,7 @@ class LeadingEngine(Engine):
             self._kept = []
 
     def _fail_round(self, error: Exception, struck: Container[int] = ()) -> None:
-        reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({type(error).__name__}: {error})"
+        reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({named_error(error)})"
         lost = self._link.workers.give_up(reason)
         errors = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
         self.reported = [*self._kept, *errors]

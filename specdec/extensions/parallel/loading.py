@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers import __version__ as transformers_version
 from transformers.utils import is_accelerate_available
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError, UnsupportedModelError
 from specdec.extensions.parallel import messages
 from specdec.extensions.parallel.collectives import Collectives, HelperThread
@@ -182,7 +183,7 @@ def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
         return None
     own = isinstance(error, SpecdecError) and not isinstance(error, (ModelLoadError, RanksLostError))
     found = workers.found_failure() if isinstance(error, Exception) and not own else None
-    workers.give_up(f"loading a model failed ({found or f'{type(error).__name__}: {error}'})")
+    workers.give_up(f"loading a model failed ({found or named_error(error)})")
     return None if found is None else ModelLoadError(f"cannot load on all ranks: {found}")
 
 

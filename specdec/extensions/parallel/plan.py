@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.targets import AutoClass, model_class
+from specdec.values import Options
 
 _WHOLE = "replicate"
 _BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"
@@ -227,7 +228,7 @@ def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> ShardingP
         return plan_of(kind(config), size)
 
 
-def told(plan: ShardingPlan, size: int) -> dict[str, Any]:
+def told(plan: ShardingPlan, size: int) -> Options:
     """The arguments of transformers' from_pretrained for a plan."""
     from transformers.distributed import DistributedConfig
 

@@ -20,6 +20,7 @@ from specdec.extensions.parallel.plan import ShardingPlan, Share, as_rank, plan_
 from specdec.extensions.parallel.shares import exchanging, take_share
 from specdec.loading.targets import AutoClass
 from specdec.rounds.verification import TargetArrays
+from specdec.values import Json
 from specdec.wrapped.group import Group, Reading
 from specdec.wrapped.probing import TargetProbe
 
@@ -107,8 +108,7 @@ class Ranks(Group):
         return self.collectives.least(values)
 
     def gather(self, rows: list[list[int]]) -> list[list[list[int]]]:
-        found: list[list[list[int]]] = self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
-        return found
+        return self.collectives.gather(torch.tensor(rows, device=self.device)).tolist()
 
     def copies(self, name: str) -> int:
         if self.part is None or name in self.part.divided:
@@ -141,7 +141,7 @@ class Ranks(Group):
     def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
         return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """See `Group.facts`: the other facts of `describe` (parameters, bytes, heads) describe this rank."""
         return {"size": self.size, "rank": self.rank, "collectives": self.collectives.name}
 

@@ -107,7 +107,7 @@ def _sum_behind(found: Any) -> Node | None:
 
 
 def _same_shape(a: Any, b: Any) -> bool:
-    return bool(a.meta["val"].shape == b.meta["val"].shape)
+    return a.meta["val"].shape == b.meta["val"].shape
 
 
 GRAPH_PASSES.append(sum_once)

@@ -114,8 +114,7 @@ class SymmetricCollectives(Collectives):
         x = x.contiguous()
         memory = self._memory[: x.nbytes].view(x.dtype).view(x.shape)
         if x.nbytes * self._size <= ONE_SHOT_BYTES:
-            found: Tensor = self._one_shot(memory, x, "sum", self._group)
-            return found
+            return self._one_shot(memory, x, "sum", self._group)
         out = torch.empty_like(x)
         memory.copy_(x)
         self._two_shot(memory, "sum", self._group, out)
@@ -213,8 +212,7 @@ class RenumberedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """As `torch.distributed.Store.get`: waits as long as the other store does."""
-        value: bytes = self._store.get(self._renumbered(key))
-        return value
+        return self._store.get(self._renumbered(key))
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
         """As `torch.distributed.Store.wait`; without a timeout as long as the other store does."""

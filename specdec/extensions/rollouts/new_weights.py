@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention.errors import named_error
 from attention.hf.gate import gate_of
 from attention.hf.weights import dense_weight
 from drafters.base import DraftsOnSome
@@ -79,7 +80,7 @@ def write(model: Any, weights: Weights, head: Weights) -> None:
             raise InvalidInputError(f"{error}; {_left(count)}") from error.__cause__
         # The user's iterator may raise anything, a trainer's connection error for example.
         except Exception as error:
-            raise InvalidInputError(f"weights: {type(error).__name__}: {error}; {_left(count)}") from error
+            raise InvalidInputError(f"weights: {named_error(error)}; {_left(count)}") from error
     if not count:
         raise InvalidInputError("no weights were given (an iterator that was read already?); see refresh()")
 

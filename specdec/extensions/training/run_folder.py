@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from attention.errors import named_error
 from drafters.training.data import AnswerSet, answer_set
 from specdec import run_files
 from specdec.errors import InvalidInputError, RunFolderError
@@ -94,7 +95,7 @@ def _read(path: Path) -> dict[str, Setting]:
         found = {_RENAMED.get(key, key): Setting(row["value"], str(row["name"])) for key, row in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(
-            f"{path} is damaged ({type(error).__name__}: {error}), so nobody knows what this run was made from; give "
+            f"{path} is damaged ({named_error(error)}), so nobody knows what this run was made from; give "
             "another --output, or --overwrite to start anew there"
         ) from error
     if version != FORMAT:

@@ -143,13 +143,17 @@ def better_by_many(x: Tensor, gate_up: Tensor, down: Tensor, pairs: int, gating:
     return aligned and not gating.interleaved
 
 
+OfBoth = tuple[Tensor | None, Tensor | None]
+"""What the projections before and after the gate have, each."""
+
+
 def launch_many(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
     index: Tensor,
-    scales: tuple[Tensor | None, Tensor | None],
-    biases: tuple[Tensor | None, Tensor | None],
+    scales: OfBoth,
+    biases: OfBoth,
     gating: Gating,
     padding: tuple[Tensor, int] | None = None,
 ) -> Tensor:

@@ -19,7 +19,7 @@ from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_
 from specdec.ops.fp8_kernel import launch_quantise
 from specdec.ops.mixtures import PLAIN, Gating
 from specdec.ops.mixtures.grouping_kernel import Groups, group_pairs
-from specdec.ops.mixtures.many_kernel import better_by_many, launch_many
+from specdec.ops.mixtures.many_kernel import OfBoth, better_by_many, launch_many
 from specdec.ops.mixtures.mxfp4_kernel import activated, few_mxfp4, launch_few, unpacked
 
 
@@ -183,8 +183,8 @@ def launch_routed(
     gate_up: Tensor,
     down: Tensor,
     index: Tensor,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    scales: OfBoth = (None, None),
+    biases: OfBoth = (None, None),
     gating: Gating = PLAIN,
     tilings: tuple[RoutedTiling, RoutedTiling] | None = None,
     padding: tuple[Tensor, int] | None = None,

@@ -73,15 +73,11 @@ def test_problems_come_last_and_are_the_exit_status(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_gpu_without_flashinfer_is_hinted_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "version", lambda name: doctor_lacks(name))
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
     facts = {"torch built for": "CUDA 13.0", "GPUs": ["H100"]}
     assert 'pip install "specdec-hf[cuda]"' in doctor.hints(facts)[0]
     assert doctor.hints({**facts, "torch built for": "ROCm 7"}) == []
     assert "torch is built for CUDA" in doctor.hints({**facts, "GPUs": []})[0]
-
-
-def doctor_lacks(name: str) -> str:
-    raise doctor.PackageNotFoundError(name)
 
 
 def test_specdec_alone_shows_what_one_can_do() -> None:

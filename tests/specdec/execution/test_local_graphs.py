@@ -212,9 +212,9 @@ def test_virtual_rows_that_are_not_sent_anew_are_seen(
     replan = FixedPlanner.replan
 
     def stale(self: FixedPlanner, host: HostBatch) -> None:
-        kept, self._builders = self._builders, {k: b for k, b in self._builders.items() if k.chunk_size is None}
+        kept, self.builders = self.builders, {k: b for k, b in self.builders.items() if k.chunk_size is None}
         replan(self, host)
-        self._builders = kept
+        self.builders = kept
 
     monkeypatch.setattr(FixedPlanner, "replan", stale)
     assert differing()
