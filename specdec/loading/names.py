@@ -87,7 +87,7 @@ def find_gguf(path: str, given: str | None) -> tuple[str, str | None]:
         ModelLoadError: there is no such file, or there are several.
     """
     folder = Path(path).absolute()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False of a text that no file can be named by, where `Path.is_dir` raises
         if given is not None or folder.suffix != ".gguf":
             return path, given
         folder, given = folder.parent, folder.name

@@ -172,7 +172,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
     with pytest.raises(ModelLoadError, match=f"cannot load the target model '{missing}'.*") as caught:
         SpeculativeModel.from_pretrained(missing)
-    assert "Give a folder, a hub name, or a built-in name" in str(caught.value)
+    assert "a hub name, or a built-in name (gsm-llama" in str(caught.value)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
