@@ -57,7 +57,7 @@ def test_memory_is_flat_under_prompts_of_random_length() -> None:
     traffic.serve(3)
     tracemalloc.start()
     try:
-        traffic.serve(16)
+        traffic.serve(48)  # views of arrays are cached by their shapes, so many and no more
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
         traffic.serve(16)

@@ -101,9 +101,9 @@ class Service:
         self.clients.take(record, 1)
         data = await self._read(request)
         if len(data) <= _SHORT:
-            asked = self._asked(data, chat)
+            asked = self.asked(data, chat)
         else:  # its JSON and its schemas would hold up the event loop
-            asked = await asyncio.get_running_loop().run_in_executor(self._readers, self._asked, data, chat)
+            asked = await asyncio.get_running_loop().run_in_executor(self._readers, self.asked, data, chat)
         use, params = asked.use, asked.params
         self.clients.take(record, params.n * asked.num_prompts)
         stream, head = self.model.stream_async(asked.prompts, params), openai.head_of(self.settings.name, chat)
@@ -117,7 +117,7 @@ class Service:
         record.complete(done)
         return answered(head | openai.response_of(done, self.model.tokenizer, chat, use, params.stop))
 
-    def _asked(self, data: bytes, chat: bool) -> ReadBody:
+    def asked(self, data: bytes, chat: bool) -> ReadBody:
         """What a body asks for. Raises Refusal, InvalidInputError."""
         settings = self.settings
         body = openai.body_of(data, settings.name)

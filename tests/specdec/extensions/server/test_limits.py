@@ -226,7 +226,7 @@ def test_a_key_that_no_request_can_have_is_refused(key: str) -> None:
 
 
 def test_the_event_loop_goes_on_while_a_large_body_is_read(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, goes_on, asked = threading.Event(), threading.Event(), running.service._asked
+    began, goes_on, asked = threading.Event(), threading.Event(), running.service.asked
 
     def slow(data: bytes, chat: bool) -> Any:
         if len(data) > 4000:
@@ -234,7 +234,7 @@ def test_the_event_loop_goes_on_while_a_large_body_is_read(running: Running, mon
             assert goes_on.wait(60)
         return asked(data, chat)
 
-    monkeypatch.setattr(running.service, "_asked", slow)
+    monkeypatch.setattr(running.service, "asked", slow)
     monkeypatch.setattr("specdec.extensions.server.app._SHORT", 4000)
     found = list[int]()
     first = threading.Thread(target=lambda: found.append(post(running, "first", prompt="Tom has " * 560)[0]))
