@@ -57,14 +57,11 @@ OPTIONS_OF: dict[type, str] = {
 }
 """transformers' processors without a state, by exact class, and the options that make `generate` build one itself."""
 
-_OF_SCORES: frozenset[type] = frozenset(
-    {
-        *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
-        *(hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.TypicalLogitsWarper),
-    }
-)
-"""Those that read no tokens, and whose rows may be changed in one call."""
-STATELESS: frozenset[type] = frozenset(OPTIONS_OF) | _OF_SCORES | {hf.TopHLogitsWarper, hf.WatermarkLogitsProcessor}
+STATELESS: frozenset[type] = frozenset(OPTIONS_OF) | {
+    *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
+    *(hf.TemperatureLogitsWarper, hf.TopHLogitsWarper, hf.TopKLogitsWarper),
+    *(hf.TopPLogitsWarper, hf.TypicalLogitsWarper, hf.WatermarkLogitsProcessor),
+}
 """transformers' processors that calls do not change, by exact class; each treats every row by that row alone."""
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _RUN_A_MODEL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
@@ -371,7 +368,7 @@ def _is_pure(processor: Any) -> bool:
 
 
 def _is_batched(processor: Any) -> bool:
-    return (isinstance(processor, RowWise) and processor.batched) or type(processor) in _OF_SCORES
+    return isinstance(processor, RowWise) and processor.batched
 
 
 def _called(given: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:

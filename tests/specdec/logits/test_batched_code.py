@@ -85,10 +85,10 @@ def test_a_wrong_shape_and_no_truth_value_are_named() -> None:
 
 
 def test_which_code_is_called_for_several_requests_at_once() -> None:
-    both = (hf.TopKLogitsWarper(5), row_wise(len, batched=True))
+    both = (row_wise(hf.TopKLogitsWarper(5), batched=True), row_wise(len, batched=True))
     assert RequestProcessors(both).together == both and not RequestProcessors(both).not_copied
-    for reads_tokens in (hf.NoRepeatNGramLogitsProcessor(2), row_wise(len), Near()):
-        assert not RequestProcessors((both[0], reads_tokens)).together
+    for undeclared in (hf.NoRepeatNGramLogitsProcessor(2), hf.TopKLogitsWarper(5), row_wise(len), Near()):
+        assert not RequestProcessors((both[0], undeclared)).together
 
 
 def test_calls_for_one_request_go_on_after_rounds_without_them() -> None:
