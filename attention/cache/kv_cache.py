@@ -148,7 +148,8 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(memory, 0, shape)  # type: ignore[call-overload]  # no view, whose base compilers would look at
+    # A tensor of its own and no view, whose base compilers would look at.
+    return torch.empty(0, dtype=dtype).set_(memory, 0, shape)  # type: ignore[call-overload]
 
 
 def write(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
