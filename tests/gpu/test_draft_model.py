@@ -3,7 +3,6 @@ and of any, and no synchronisation but the round's read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from specdec.execution.base import DraftedVerification
 from specdec.execution.ragged import RaggedPrefill
 from specdec.model import SpeculativeModel
 from tests.agreement import agreement
-from tests.gpu.test_graph_modules import CUDA, GREEDY, MIXED, PROMPTS, Tokenizer, check, llama
+from tests.gpu.test_graph_modules import CUDA, GREEDY, MIXED, PROMPTS, Tokenizer, check, llama, strict_launches
 
 SIZES: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 4, "max_num_batched_tokens": 48}
 
@@ -98,22 +97,7 @@ def test_launching_a_round_never_synchronises(params: Any, monkeypatch: pytest.M
     """Prompts in chunks beside verifications, and verifications alone; what has to be captured was before."""
     wrapped = model(True, enable_prefix_caching=False)
     wrapped.generate(PROMPTS, params)
-    executor: Any = wrapped.engine.executor
-    found: list[Any] = []
-
-    def strict(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                found.append(plain(*args))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            return found[-1]
-
-        return watched
-
-    for name in ("send", "verify", "_draft_on"):
-        monkeypatch.setattr(executor, name, strict(getattr(executor, name)))
+    found = strict_launches(wrapped.engine.executor, monkeypatch)
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     wrapped.generate(PROMPTS, params)
     assert sum(isinstance(each, DraftedVerification) for each in found) >= len(ragged) + 10

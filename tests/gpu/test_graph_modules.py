@@ -160,15 +160,8 @@ def test_neighbours_change_no_token_where_matmuls_and_attention_are_batch_invari
     assert max(r.accepted for c in together for r in c.stats.rounds) >= 1
 
 
-@pytest.mark.parametrize("params", [GREEDY, MIXED], ids=["greedy", "mixed"])
-def test_launching_a_round_never_synchronises(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks beside verifications, and verifications alone; what has to be captured was before.
-
-    Without prefix caching the second answers take the rounds of the first ones; with it prompts would hardly be read.
-    """
-    wrapped = model(2, 3, True, enable_prefix_caching=False)
-    wrapped.generate(PROMPTS, params)
-    executor: Any = wrapped.engine.executor
+def strict_launches(executor: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on what launches a round raises where it synchronises; what it returns, as it comes."""
     found: list[Any] = []
 
     def strict(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,6 +177,18 @@ def test_launching_a_round_never_synchronises(params: Any, monkeypatch: pytest.M
 
     for name in ("send", "verify", "_draft_on"):
         monkeypatch.setattr(executor, name, strict(getattr(executor, name)))
+    return found
+
+
+@pytest.mark.parametrize("params", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_launching_a_round_never_synchronises(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside verifications, and verifications alone; what has to be captured was before.
+
+    Without prefix caching the second answers take the rounds of the first ones; with it prompts would hardly be read.
+    """
+    wrapped = model(2, 3, True, enable_prefix_caching=False)
+    wrapped.generate(PROMPTS, params)
+    found = strict_launches(wrapped.engine.executor, monkeypatch)
     ragged = count_calls(monkeypatch, RaggedPrefill, "run")
     wrapped.generate(PROMPTS, params)
     assert sum(isinstance(each, DraftedVerification) for each in found) >= len(ragged) + 10

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from fakes import count_calls, free_everywhere, hf_greedy, hooks_of, tiny_llama, wrap
-from torch._dynamo.backends.debugging import aot_eager
 
 from drafters.loops.fixed_forms import FixedTokens
 from specdec.compiler.compiling import compiler_settings
@@ -24,6 +23,7 @@ from tests.specdec.execution.test_graphs import (
     Replayed,
     graphs_on_cpu,  # noqa: F401
     recorded_on_cpu,  # noqa: F401
+    traced_graphs,
     with_graphs,
 )
 
@@ -127,14 +127,7 @@ def test_a_model_is_traced_once_and_is_as_it_was_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one compiled graph with fused siblings, for the draft prefill and the steps (float32)."""
-    traced: list[Any] = []
-    compiler = torch.compile
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        traced.append(graph)
-        return aot_eager(graph, inputs)
-
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": backend}))
+    traced = traced_graphs(monkeypatch)
     model, ids = small(), torch.tensor([PROMPTS[0]])
     before, hooks = model(ids).logits, hooks_of(model)
     graphed = with_graphs(model, **SIZES)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts
-from torch._dynamo.backends.debugging import aot_eager
 
 import drafters.loops.prefill
 import specdec.execution.ragged
@@ -36,6 +35,7 @@ from tests.specdec.execution.test_graphs import (
     Replayed,
     graphs_on_cpu,  # noqa: F401
     recorded_on_cpu,  # noqa: F401
+    traced_graphs,
 )
 
 Make = Callable[..., SpeculativeModel]
@@ -244,14 +244,7 @@ def test_modules_are_traced_without_a_break(
     """As compiled graphs with fused siblings in every module: prefill and steps share their code (float32)."""
     sizes, prompts = {"num_speculative_tokens": 3, "max_num_seqs": 2}, PROMPTS[:3]
     expected = make("mimo", 2, **sizes).generate(prompts, GREEDY)
-    traced: list[Any] = []
-    compiler = torch.compile
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        traced.append(graph)
-        return aot_eager(graph, inputs)
-
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": backend}))
+    traced = traced_graphs(monkeypatch)
     graphed = with_graphs(make, "mimo", 2, **sizes)
     assert len(traced) <= 9  # the target, and of the modules what is new for one row, or for tokens of one step
     with compiler_settings():  # a real replay compiles nothing anew

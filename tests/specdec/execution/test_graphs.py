@@ -31,6 +31,7 @@ from fakes import (
     wrap,
 )
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 from transformers import AutoModelForCausalLM, DeepseekV2Config
@@ -194,6 +195,18 @@ def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPat
     """Without the compiler."""
     compile_nothing(monkeypatch)
     return recorded_on_cpu
+
+
+def traced_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on the compiler only traces; the graphs that it traces, as they come."""
+    traced, compiler = list[Any](), torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": backend}))
+    return traced
 
 
 def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: Any) -> Any:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from fakes import TableHead, backend_of_ours, free_everywhere, launch_ahead, random_prompts, table_head, wrap
-from torch._dynamo.backends.debugging import aot_eager
 
 import attention.batch.transforms.local_attention as fixed_local
 from attention.batch.host import HostBatch
@@ -28,6 +27,7 @@ from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     Replayed,
     graphs_on_cpu,
     recorded_on_cpu,
+    traced_graphs,
 )
 
 CHUNK = 8
@@ -132,13 +132,7 @@ def test_the_target_is_one_compiled_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Traced without a break, for rounds of every shape; what it computes is that of eager rounds."""
-    compiler, traced = torch.compile, []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        traced.append(graph)
-        return aot_eager(graph, inputs)
-
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": backend}))
+    traced = traced_graphs(monkeypatch)
     with compiler_settings():  # a real replay compiles nothing anew
         assert differing() == []
     assert len(traced) == 1

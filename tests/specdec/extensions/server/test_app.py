@@ -185,16 +185,22 @@ def test_a_body_that_does_not_arrive_is_refused_and_holds_up_no_end() -> None:
         assert not running.thread.is_alive() and time.monotonic() - begun < 20
 
 
-@pytest.mark.thorough
-def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
-    running, found = Running({"keys": ()}), dict[str, Any]()
-    right = direct(running, max_new_tokens=150, ignore_eos=True).text
+def asked_meanwhile(running: Running, found: dict[str, Any], max_tokens: int) -> threading.Thread:
+    """A thread whose request runs now, and whose answer will be `found["done"]`."""
     asking = threading.Thread(
-        target=lambda: found.update(done=ask(running, max_tokens=150, extra_body={"ignore_eos": True}))
+        target=lambda: found.update(done=ask(running, max_tokens=max_tokens, extra_body={"ignore_eos": True}))
     )
     asking.start()
     while not running.model.engine.scheduler.running:
         time.sleep(0.002)
+    return asking
+
+
+@pytest.mark.thorough
+def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
+    running, found = Running({"keys": ()}), dict[str, Any]()
+    right = direct(running, max_new_tokens=150, ignore_eos=True).text
+    asking = asked_meanwhile(running, found, 150)
     running.drain()
     refused = running.get("/v1/completions", json.dumps({"prompt": "Tom"}).encode())
     asking.join()
@@ -205,12 +211,7 @@ def test_a_signal_lets_running_requests_end_and_refuses_new_ones() -> None:
 
 def test_at_the_limit_requests_are_cancelled_and_answered() -> None:
     running, found = Running({"drain_seconds": 0.05}), dict[str, Any]()
-    asking = threading.Thread(
-        target=lambda: found.update(done=ask(running, max_tokens=400, extra_body={"ignore_eos": True}))
-    )
-    asking.start()
-    while not running.model.engine.scheduler.running:
-        time.sleep(0.002)
+    asking = asked_meanwhile(running, found, 400)
     running.end()
     asking.join()
     assert found["done"].choices[0].stop_reason == "cancelled"
