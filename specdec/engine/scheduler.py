@@ -275,6 +275,8 @@ class Scheduler:
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
+        if not self._table.num_free:
+            return schedule
         prefilling = self._table.prefilling(schedule.rows)
         read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
         tokens = schedule.num_tokens - sum(chunk for _, chunk in read)
