@@ -124,6 +124,9 @@ class SpeculativeModel:
                 little, drafted or not.
             kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
                 (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
+            recurrent_state_dtype: "float32"; "bfloat16", of a target in half precision: recurrent states take half the
+                memory and are rounded where they are stored. With drafts these are other positions, so answers with
+                drafts are no longer equal to those without.
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -38,6 +38,9 @@ from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
 
+if TYPE_CHECKING:
+    from attention.recurrence.states import StateGroup
+
 FREED = ("target", "head", "runners", "engine", "_live")
 """Attributes of a `SpeculativeModel` that `dismantle` deletes."""
 
@@ -54,6 +57,7 @@ class Parts:
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
         cache_tokens: tokens of the KV cache. cache_bytes: bytes of all caches and the states of recurrent layers.
+        states: of recurrent layers; None without any.
     """
 
     probed: TargetProbe
@@ -68,6 +72,7 @@ class Parts:
     cascade: str
     cache_tokens: int
     cache_bytes: int
+    states: StateGroup | None
 
 
 def choose_prefix_caching(loop: AnyLoop | None, asked: OrAuto, recurrent: bool = False) -> str:
@@ -176,12 +181,10 @@ def _target(parts: Parts, group: Group) -> Target:
     aux_layers = () if head is None else tuple(head.aux_layers)
     positions = config.max_model_len + config.num_speculative_tokens + 1
     states = None
-    if probed.recurrent_calls:
+    if parts.states is not None:
         from attention.recurrence.runner import StateRunner
-        from attention.recurrence.states import StateGroup
 
-        rows = StateGroup(probed.recurrence_specs, config.num_state_slots, config.num_speculative_tokens)
-        states = StateRunner(rows, probed.model.dtype, probed.model.device)
+        states = StateRunner(parts.states, probed.model.dtype, probed.model.device)
     return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group)
 
 

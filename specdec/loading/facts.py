@@ -178,12 +178,12 @@ def _sizes(config: EngineConfig) -> Json:
 def _recurrent(states: StateRunner) -> Json:
     """What a target's recurrent layers are, what computes them, and what a row's states take."""
     group = states.group
-    row_bytes = group.bytes_per_row(states.dtype)
     return {
         "calls": dict(Counter(spec.kind for spec in group.specs)),
         "kernel": states.functions.name,
-        "row_bytes": row_bytes,
-        "GiB": round(group.num_slots * row_bytes / 2**30, 3),
+        "state_dtype": str(group.state_dtype).removeprefix("torch."),
+        "row_bytes": group.bytes_per_row(states.dtype),
+        "GiB": round(group.num_bytes(states.dtype) / 2**30, 3),
     }
 
 

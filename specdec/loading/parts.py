@@ -22,7 +22,7 @@ from specdec.loading.backends import (
     make_backend,
     name_what_is_left_out,
 )
-from specdec.loading.cache_format import kv_format, kv_layout
+from specdec.loading.cache_format import kv_format, kv_layout, state_group
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.cuda_graphs import loading_thread
 from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
@@ -39,7 +39,6 @@ from specdec.loading.sizes import (
     filled,
     num_drafts,
     scores_bytes,
-    state_bytes,
     windowed_pools,
 )
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -172,7 +171,8 @@ def _sized(
     seqs, k = options.max_num_seqs, num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
     rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
-    states = state_bytes(probed, rows)
+    group_of_states = state_group(probed, rows, options.recurrent_state_dtype)
+    states = 0 if group_of_states is None else group_of_states.num_bytes(probed.model.dtype)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
     pools = divide_cache(options.kv_cache_tokens, device, pools, rows, options.gpu_memory_utilization, states, scores)
     pools = filled(pools, group.least([pool.tokens for pool in pools]))  # their schedules must be the same
@@ -203,6 +203,7 @@ def _sized(
         cascade,
         first.tokens,
         first.bytes + windowed + states,
+        group_of_states,
     )
 
 

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
-from specdec.config import DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
+from specdec.config import (
+    DRAFT_SAMPLING,
+    KV_CACHE_DTYPES,
+    KV_CACHE_LAYOUTS,
+    MAX_NUM_PREFILL_TOKENS,
+    SEEDS,
+    STATE_DTYPES,
+)
 from specdec.errors import InvalidInputError
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, OrAuto, Overrides, Scales, Switch, Tokens, Whole
 from specdec.values import Options, P, R, only_known, read_options, unknown
@@ -107,6 +114,9 @@ class LoadOptions:
         Scales(),
         "With fp8, KEYS:VALUES of each layer, joined by ';' (default: the checkpoint's, or 1.0).",
         _NO_TRAINING,
+    )
+    recurrent_state_dtype: str = _option(
+        "float32", Choice(STATE_DTYPES), "States of recurrent layers between forwards; bfloat16: in half the memory."
     )
     kv_cache_layout: str = _option(
         "auto", Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
