@@ -116,7 +116,10 @@ class LoadOptions:
         _NO_TRAINING,
     )
     recurrent_state_dtype: str = _option(
-        "float32", Choice(STATE_DTYPES), "States of recurrent layers between forwards; bfloat16: in half the memory."
+        "float32",
+        Choice(STATE_DTYPES),
+        "States of recurrent layers between forwards; bfloat16: in half the memory.",
+        _NO_TRAINING,
     )
     kv_cache_layout: str = _option(
         "auto", Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
