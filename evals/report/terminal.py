@@ -74,7 +74,7 @@ def _difference(document: Json) -> str:
     return f"{right} {kept} than {left}, at {speed['estimate']:.2f} × its speed."
 
 
-MAIN = ("tau", "acceptance_rate", "speedup", "speedup_decode", "tokens_per_s")
+MAIN = ("tau", "tau_requests", "tau_tokens", "acceptance_rate", "speedup", "speedup_decode", "tokens_per_s")
 """Metrics that are shown first. The others count the same rounds as other tools do."""
 OTHERS = "As other tools count"
 
