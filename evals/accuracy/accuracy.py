@@ -33,6 +33,11 @@ MCNEMAR = (
     "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one configuration has right."
 )
 INTERVAL = "95% interval of the paired difference of proportions, Agresti and Min (Statistics in Medicine 24, 2005)."
+SPEEDUP = (
+    "Ratio of totals, target alone first, then with speculation: (new tokens / wall seconds) of one pass over all "
+    "questions at a time, each after an answer that is not timed. Neither finds prompts in the prefix cache: both read "
+    "all of them. Without an interval; `specdec eval acceptance` has one."
+)
 _Z = 1.959963984540054
 
 
@@ -68,6 +73,7 @@ def settings(plan: AccuracyPlan, facts: Json) -> Json:
     """All that the answers depend on."""
     asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
     asked["chat_template"] = _is_templated(plan, facts["chat_template_sha256"])
+    asked["prefix_cache"] = False  # answers of before this was so are of another run
     return json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
 
 
@@ -123,10 +129,15 @@ def prepare(plan: AccuracyPlan) -> Prepared:
 def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
-    how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+    how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report, "timed": True}
     results = [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
+    cached = {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
+    summaries = [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms]
+    if void := why_void(store, cached, fast):
+        for one in summaries:
+            one["timing"]["speedup"]["estimate"] = None
     return {
         "schema": "specdec.accuracy",
         "schema_version": SCHEMA_VERSION,
@@ -136,17 +147,26 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
             "seed": plan.seed,
             "prompts_sha256": digest([a.question_id for a in baseline]),
         },
-        "definitions": {**definitions(), "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
+        "definitions": {**definitions(), "speedup": SPEEDUP, "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "scores": scores(*results),
         "identical": _identical(baseline, fast),
-        "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
-        "timing": {
-            "prefix_cache": {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
-        },
+        "arms": summaries,
+        "timing": {"prefix_cache": cached, "void": void},
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
+
+
+def why_void(store: RunStore, cached: Json, fast: Sequence[Answer]) -> str:
+    """Why times of the two configurations cannot be compared; "" where they can be."""
+    hits = {name: one["hit_tokens"] for name, one in cached.items() if one["hit_tokens"]}
+    if hits:
+        found = " and ".join(f"{name} found {tokens:,} prompt tokens" for name, tokens in hits.items())
+        return f"{found} in the prefix cache and did not pay for them"
+    if len(store.sessions) > 1:
+        return "the run was interrupted, and requests in flight were begun twice; another --run-dir measures it whole"
+    return "" if any(record.drafted for answer in fast for record in answer.rounds) else "no draft was verified"
 
 
 def _task_manager(plan: AccuracyPlan) -> TaskManager:

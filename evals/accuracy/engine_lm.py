@@ -41,6 +41,8 @@ Pair = tuple[list[int], list[int]]
 Step = TypeVar("Step")
 _SCORED_AT_ONCE = 1024
 """Texts of one call: what an interrupted run had scored before it is in lm-eval's cache of answers."""
+_WARM_UP = 16
+"""Most new tokens of the answer before a clock starts."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -69,6 +71,7 @@ class EngineLM(TemplateLM):
         store: RunStore | None = None,
         report: Report = lambda answers: None,
         progress: bool = False,
+        timed: bool = False,
     ) -> None:
         """Arguments that lm-eval's `hf` has mean what they mean there.
 
@@ -76,7 +79,8 @@ class EngineLM(TemplateLM):
             schema_field: of a task's documents, a JSON schema that the answer follows (see `Grammar.json`). Where it is
                 one that cannot be followed, the answer is free, and a warning says why.
             arm: its K is used. store: answers kept there are not generated again. report: called with each answer.
-            progress: show bars.
+            progress: show bars. timed: times are compared with another's. No request finds or leaves pages in the
+                prefix cache, and one prompt is answered before the clock starts.
 
         Raises:
             InvalidInputError: enable_thinking without think_end_token, or chat_template_args that are no mapping.
@@ -98,6 +102,7 @@ class EngineLM(TemplateLM):
         self._store = store
         self._report = report
         self._progress = progress
+        self._timed = timed
         self._generations: dict[str, Generation] = {}
 
     @property
@@ -159,6 +164,9 @@ class EngineLM(TemplateLM):
         prepared = self._prepared(asked)
         if not prepared:
             return
+        if self._timed:
+            _, ids, params = prepared[0]
+            self._model.generate([ids], [replace(params, max_new_tokens=min(params.max_new_tokens, _WARM_UP))])
         last = time.perf_counter()
         for i, completion in self._model.generate_iter([p for _, p, _ in prepared], [q for _, _, q in prepared]):
             now = time.perf_counter()
@@ -188,7 +196,8 @@ class EngineLM(TemplateLM):
             prompts = {name: self.tok_encode(asked[name].args[0]) for name in names}
             for name in sorted(names, key=lambda name: (-len(prompts[name]), prompts[name])):
                 seed = question_seed(int(self._seed if how.seed is None else how.seed), name, 0)
-                params = replace(how.params, seed=seed, num_speculative_tokens=self._arm.k)
+                cached = how.params.cache_prefix and not self._timed
+                params = replace(how.params, seed=seed, num_speculative_tokens=self._arm.k, cache_prefix=cached)
                 ids = how.fitting(prompts[name])
                 found.append((name, ids, self._with_grammar(params, ids, asked[name])))
         return found
