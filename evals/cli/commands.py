@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from evals.acceptance.summary import Json
     from evals.data.datasets import DataSet
     from evals.report.terminal import RunProgress
-    from evals.runs.conversations import ModelSpec
+    from evals.runs.conversations import Configuration, ModelSpec
     from evals.runs.executor import Executor
     from evals.runs.store import RunStore
+
+    Arms = Callable[[Mapping[str, int]], tuple[Configuration, ...]]
 
 EXIT_FAILED = 1
 _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0), 1)
@@ -68,13 +70,13 @@ def acceptance(**options: Any) -> None:
     An interrupted run is continued when it is started again with the same settings.
     """
     data = _data(options)
-    from evals.acceptance.acceptance import Plan, sweep
+    from evals.acceptance.acceptance import Plan
 
-    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
+    specs = {"main": shared.make_spec(options, options["draft"], shared.most(options["ks"]))}
 
     plan = Plan(
         data,
-        sweep(options["ks"]),
+        (),
         shared.make_asking(options),
         options["batch_size"],
         options["warmup"],
@@ -82,7 +84,14 @@ def acceptance(**options: Any) -> None:
         options["worst"] if options["report"] else 0,
         options["repeats"],
     )
-    _evaluate(options, specs, plan)
+    _evaluate(options, specs, plan, _swept(options))
+
+
+def _swept(options: Options) -> Arms:
+    """The target alone and each K that was asked for, or that the model was loaded for."""
+    from evals.acceptance.acceptance import sweep
+
+    return lambda loaded: sweep(options["ks"] or (loaded["main"],))
 
 
 @click.command(
@@ -98,7 +107,7 @@ def acceptance(**options: Any) -> None:
 @shared.model_options
 @option("--draft", "The head of a side that names none.", default="auto")
 @shared.data_options
-@option("-k --num-speculative-tokens --k default_k", "K of a side that names none.", COUNT, 5)
+@option("-k --num-speculative-tokens --k default_k", f"K of a side that names none; {shared.DEFAULT_K}.", COUNT)
 @shared.asking_options
 @_WARMUP
 @shared.output_options
@@ -114,18 +123,24 @@ def compare(a: str, b: str, **options: Any) -> None:
 
     defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {"k": options["default_k"]}
     left, right = (shared.parse_arm(text, defaults) for text in (a, b))
-    if not (left["k"] or right["k"]):
+    if left["k"] == right["k"] == 0:
         raise click.UsageError("both sides have k=0; give at least one of them drafts")
-    if {**left, "k": 0} == {**right, "k": 0}:  # one model serves both
-        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(left["k"], right["k"]))}
+    ks = (left["k"], right["k"])
+    if {**left, "k": 0} == {**right, "k": 0} and (None not in ks or left == right):  # one model serves both
+        most = left["k"] if None in ks else max(ks)
+        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], most)}
     else:
-        keys, sides = "ab", {"a": left, "b": right}
-        specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in sides.items()}
+        keys, both = "ab", {"a": left, "b": right}
+        specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in both.items()}
     options["same"] = left == right
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
-    ks = (left["k"], right["k"])
-    arms = tuple(Configuration(name, k, key) for name, key, k in zip(names, keys, ks, strict=True))
-    _evaluate(options, specs, Plan(data, arms, shared.make_asking(options), options["batch_size"], options["warmup"]))
+    sides = tuple(zip(names, keys, ks, strict=True))
+    _evaluate(
+        options,
+        specs,
+        Plan(data, (), shared.make_asking(options), options["batch_size"], options["warmup"]),
+        lambda loaded: tuple(Configuration(name, loaded[key] if k is None else k, key) for name, key, k in sides),
+    )
 
 
 @click.command(
@@ -157,13 +172,13 @@ def lossless(**options: Any) -> None:
     if options["mode"] != "greedy":
         require("scipy", "eval")
     data = _data(options)
-    from evals.acceptance.acceptance import Plan, sweep
+    from evals.acceptance.acceptance import Plan
     from evals.lossless.lossless import check, print_check
     from specdec.cli.tables import make_console
 
-    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
-    plan = Plan(data, sweep(options["ks"]), shared.make_asking(options), options["batch_size"], warmup=0)
-    with _begun(options, specs, plan) as run:
+    specs = {"main": shared.make_spec(options, options["draft"], shared.most(options["ks"]))}
+    plan = Plan(data, (), shared.make_asking(options), options["batch_size"], warmup=0)
+    with _begun(options, specs, plan, _swept(options)) as run:
         document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
     console = make_console()
     print_check(console, document)
@@ -196,20 +211,24 @@ def check_outputs(options: Options) -> None:
 
 @contextmanager
 def _begun(
-    options: Options, specs: dict[str, ModelSpec], plan: Plan
+    options: Options, specs: dict[str, ModelSpec], plan: Plan, arms: Arms
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
-    """A run of loaded models: the plan with the chat template decided, its store and its progress bar."""
+    """A run of loaded models: the plan with chat template and K decided, its store and its progress bar.
+
+    arms: the configurations of models by key that were loaded for so many drafts.
+    """
     from evals.acceptance.acceptance import settings
 
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
-        plan = replace(plan, asking=shared.settle(plan.asking, facts))
+        loaded = {key: shared.loaded_k(one) for key, one in facts.items()}
+        plan = replace(plan, arms=arms(loaded), asking=shared.settle(plan.asking, facts))
         asked = len(plan.data.questions) * plan.repeats
         with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
             yield executor, plan, *kept
 
 
-def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None:
+def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan, arms: Arms) -> None:
     from evals.acceptance.acceptance import run
     from evals.acceptance.summary import FEW
     from evals.report.terminal import print_acceptance
@@ -217,7 +236,7 @@ def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None
 
     if len(plan.data.questions) < FEW:  # their intervals are Student's t
         require("scipy", "eval")
-    with _begun(options, specs, plan) as begun:
+    with _begun(options, specs, plan, arms) as begun:
         document = run(*begun)
     console, store = make_console(), begun[2]
     print_acceptance(console, document, options["explain"])

@@ -86,7 +86,8 @@ data_options = added(
     )
 )
 
-ks_option = option("-k --num-speculative-tokens --k ks", "Drafts a round; 1,3,5 sweeps.", NUMBERS, "5")
+DEFAULT_K = "default the draft's own: 5 of a head, 8 of lookup, what pays of a small model"
+ks_option = option("-k --num-speculative-tokens --k ks", f"Drafts a round; 1,3,5 sweeps; {DEFAULT_K}.", NUMBERS)
 seed_option = option("--seed", default=0)
 _ASKED = (
     option("--system", "A system prompt before every conversation."),
@@ -154,6 +155,11 @@ def settle(asking: Asking, facts: Mapping[str, Options]) -> Asking:
     return replace(asking, templated=False)
 
 
+def loaded_k(facts: Options) -> int:
+    """The K that a model was loaded for."""
+    return int(facts["engine"]["num_speculative_tokens"])
+
+
 def model_name(options: Options, draft: str | None) -> str:
     """The target: as given, or the built-in one of its own head. Raises click.UsageError: a head without target."""
     from specdec.loading.heads import split_draft
@@ -164,8 +170,13 @@ def model_name(options: Options, draft: str | None) -> str:
     return given or DEFAULT_MODEL
 
 
-def make_spec(options: Options, draft: str | None, k: int) -> ModelSpec:
-    """The model to load, for at most `k` drafts a round."""
+def most(ks: tuple[int, ...] | None) -> int | None:
+    """The K to load for; None for the draft's own."""
+    return max(ks) if ks else None
+
+
+def make_spec(options: Options, draft: str | None, k: int | None) -> ModelSpec:
+    """The model to load, for at most `k` drafts a round; None: as many as its kind of draft has by default."""
     from evals.runs.conversations import ModelSpec
 
     seqs = max([options["batch_size"], *options.get("predict_batch_sizes", ())])
