@@ -138,10 +138,8 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
         title = "predicted speed-up, decode only (* beyond what was measured)"
         if prediction["table"]:
             _print_table(console, title, _prediction_table(prediction, arms[0]["questions"]))
-            _print_best(console, prediction, arms[0]["questions"])
-        else:
-            reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
-            console.print(f"\nspeed-up not predicted: {reason}")
+        for text in advice(document):
+            console.print(text)
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"], arms[0]["questions"]))
@@ -248,15 +246,48 @@ def predicted(cell: Json, questions: int) -> str:
     return f"{cell['speedup']:.{decimals(cell['speedup'], questions, 2)}f}{'*' if cell['extrapolated'] else ''}"
 
 
-def _print_best(console: Console, prediction: Json, questions: int) -> None:
+def advice(document: Json) -> list[str]:
+    """The K to take at each batch size, in words: K=0, or lookup, where none is predicted to be faster."""
+    prediction = document["timing"]["prediction"]
+    if not prediction["table"]:
+        reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
+        return [f"speed-up not predicted: {reason}", *_measured_best(document)]
+    found = []
     for size in prediction["round_seconds"]:
-        found = prediction["best"].get(size)
-        if found is None:
-            text = f"batch {size}: no K up to the largest measured is predicted to be faster than the target alone"
-        else:
-            text = f"batch {size}: K={found['k']} is predicted to be the fastest up to the largest measured, "
-            text += f"{found['speedup']:.{decimals(found['speedup'], questions, 2)}f} × the target alone"
-        console.print(text + untried(prediction, size))
+        best = prediction["best"].get(size)
+        text = _without_drafts(document, "up to the largest measured is predicted to be")
+        if best is not None:
+            text = f"K={best['k']}{_of_lookup(document)} is predicted to be the fastest up to the largest measured, "
+            digits = decimals(best["speedup"], document["arms"][0]["questions"], 2)
+            text += f"{best['speedup']:.{digits}f} × the target alone"
+        found.append(f"batch {size}: {text}{untried(prediction, size)}")
+    return found
+
+
+def _measured_best(document: Json) -> list[str]:
+    """The fastest configuration of the run, where nothing can be predicted."""
+    known = [arm for arm in document["arms"] if arm["k"] and arm["timing"]["speedup"]["estimate"] is not None]
+    if not known:
+        return []
+    best = max(known, key=lambda arm: float(arm["timing"]["speedup"]["estimate"]))
+    speed = best["timing"]["speedup"]
+    if speed["estimate"] <= 1:
+        return [_without_drafts(document, "was measured to be")]
+    name = f"K={best['k']}{_of_lookup(document)}"
+    return [f"{name} was the fastest measured, {show(speed, 2, best['questions'])} × the target alone"]
+
+
+def _is_lookup(document: Json) -> bool:
+    return all(model["head"] is None for model in document["provenance"]["settings"]["models"].values())
+
+
+def _of_lookup(document: Json) -> str:
+    return " of lookup" if _is_lookup(document) else ""
+
+
+def _without_drafts(document: Json, why: str) -> str:
+    other = "" if _is_lookup(document) else ", or --draft lookup, whose rounds cost no more where it finds no match"
+    return f"take K=0 (no drafts){other}: no K {why} faster than the target alone"
 
 
 def untried(prediction: Json, size: str) -> str:
