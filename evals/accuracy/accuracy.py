@@ -134,10 +134,7 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
     cached = {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
-    summaries = [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms]
-    if void := why_void(store, cached, fast):
-        for one in summaries:
-            one["timing"]["speedup"]["estimate"] = None
+    void = why_void(cached, baseline, fast)
     return {
         "schema": "specdec.accuracy",
         "schema_version": SCHEMA_VERSION,
@@ -150,7 +147,7 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
         "definitions": {**definitions(), "speedup": SPEEDUP, "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "scores": scores(*results),
         "identical": _identical(baseline, fast),
-        "arms": summaries,
+        "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed), void) for arm in plan.arms],
         "timing": {"prefix_cache": cached, "void": void},
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
@@ -158,13 +155,11 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
     }
 
 
-def why_void(store: RunStore, cached: Json, fast: Sequence[Answer]) -> str:
+def why_void(cached: Json, baseline: Sequence[Answer], fast: Sequence[Answer]) -> str:
     """Why times of the two configurations cannot be compared; "" where they can be."""
-    hits = {name: one["hit_tokens"] for name, one in cached.items() if one["hit_tokens"]}
-    if hits:
-        found = " and ".join(f"{name} found {tokens:,} prompt tokens" for name, tokens in hits.items())
-        return f"{found} in the prefix cache and did not pay for them"
-    if len(store.sessions) > 1:
+    if any(one["hit_tokens"] for one in cached.values()):
+        return "prompts were found in the prefix cache and not paid for"
+    if not all(turn.wall_s for answer in (*baseline, *fast) for turn in answer.turns):
         return "the run was interrupted, and requests in flight were begun twice; another --run-dir measures it whole"
     return "" if any(record.drafted for answer in fast for record in answer.rounds) else "no draft was verified"
 
@@ -268,8 +263,12 @@ def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
     return {"questions": len(left), "identical": len(left) - len(differ), "differ": differ}
 
 
-def _totals_only(summary: Json) -> Json:
-    """A summary without rates and intervals by question: requests overlap, so only total times mean anything."""
-    kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
+def _totals_only(summary: Json, void: str) -> Json:
+    """A summary without rates and intervals by question: requests overlap, so only total times mean anything.
+
+    void: why not even these; "" where they do.
+    """
+    timing = summary["timing"]
+    kept = {key: {"estimate": None if void else timing[key]["estimate"]} for key in ("speedup", "tokens_per_s")}
     groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
     return {**summary, "timing": kept, "by_task": groups, "by_category": {}}

@@ -155,12 +155,13 @@ class EngineLM(TemplateLM):
             kept = {name: self._store.answers[name, arm] for name in asked if self._store.finished(name, [arm])}
         self._report(list(kept.values()))
         left = {name: request for name, request in asked.items() if name not in kept}
-        generated = self._bar(self._generate(left), len(left), "generate_until", disable_tqdm)
+        generated = self._bar(self._generate(left, timed=not kept), len(left), "generate_until", disable_tqdm)
         texts = {a.question_id: self._text(a, asked[a.question_id]) for a in chain(kept.values(), generated)}
         return [texts[name] for name in asked]
 
-    def _generate(self, asked: Mapping[str, Instance]) -> Iterator[Answer]:
-        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one."""
+    def _generate(self, asked: Mapping[str, Instance], timed: bool) -> Iterator[Answer]:
+        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one; 0 where
+        it is not timed, as the requests that an interrupted run had in flight are begun once more."""
         prepared = self._prepared(asked)
         if not prepared:
             return
@@ -173,7 +174,9 @@ class EngineLM(TemplateLM):
             self.prompts.append(completion.stats)
             name = prepared[i][0]
             task = str(asked[name].task_name)
-            answer = Answer(name, self._arm.name, task, task, (to_turn(self.tokenizer, completion, now - last),))
+            answer = Answer(
+                name, self._arm.name, task, task, (to_turn(self.tokenizer, completion, (now - last) * timed),)
+            )
             if self._store is not None:
                 self._store.add([answer])
             self._report([answer])

@@ -27,7 +27,7 @@ _shared_options = added(
         shared.model_options,
         shared.draft_option,
         option("--data", "Local data: see below; default $SPECDEC_DATA.", PATH),
-        option("-k --num-speculative-tokens --k k", f"Drafts a round; {shared.DEFAULT_K}.", COUNT),
+        option("-k --num-speculative-tokens --k k", f"Drafts a round; {shared.K_HELP}.", COUNT),
         option("--limit", "First N questions of each task.", COUNT),
         shared.max_new_tokens_option(256),
         shared.batch_size_option(32),
@@ -129,7 +129,7 @@ def _prepared(options: Options, tasks: tuple[str, ...], **more: Any) -> Prepared
 
     plan = AccuracyPlan(
         tasks=tasks,
-        k=options["k"] or 0,
+        k=options["k"] or shared.OWN_K,
         data_dir=_data_dir(options["data"]),
         limit=options["limit"],
         max_gen_toks=options["max_new_tokens"],
@@ -162,9 +162,11 @@ def _run(prepared: Prepared, options: Options) -> None:
     from evals.runs.conversations import Worker
     from specdec.cli.tables import make_console
 
-    worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
+    worker = Worker({"main": shared.make_spec(options, options["draft"], prepared.plan.k)})
     facts = worker.facts()["main"]
-    prepared = replace(prepared, plan=replace(prepared.plan, k=options["k"] or shared.loaded_k(facts)))
+    prepared = replace(
+        prepared, plan=replace(prepared.plan, k=shared.settle_k(prepared.plan.arms[1], worker.facts()).k)
+    )
     fixed = accuracy.settings(prepared.plan, facts)
     with shared.recorded(options["run_dir"], fixed, prepared.questions, 2) as (store, progress):
         document = accuracy.run(worker.models["main"], facts, prepared, store, progress)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +27,9 @@ if TYPE_CHECKING:
     from evals.acceptance.summary import Json
     from evals.data.datasets import DataSet
     from evals.report.terminal import RunProgress
-    from evals.runs.conversations import Configuration, ModelSpec
+    from evals.runs.conversations import ModelSpec
     from evals.runs.executor import Executor
     from evals.runs.store import RunStore
-
-    Arms = Callable[[Mapping[str, int]], tuple[Configuration, ...]]
 
 EXIT_FAILED = 1
 _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0), 1)
@@ -70,13 +70,14 @@ def acceptance(**options: Any) -> None:
     An interrupted run is continued when it is started again with the same settings.
     """
     data = _data(options)
-    from evals.acceptance.acceptance import Plan
+    from evals.acceptance.acceptance import Plan, sweep
 
-    specs = {"main": shared.make_spec(options, options["draft"], shared.most(options["ks"]))}
+    ks = options["ks"] or (shared.OWN_K,)
+    specs = {"main": shared.make_spec(options, options["draft"], max(ks))}
 
     plan = Plan(
         data,
-        (),
+        sweep(ks),
         shared.make_asking(options),
         options["batch_size"],
         options["warmup"],
@@ -84,14 +85,7 @@ def acceptance(**options: Any) -> None:
         options["worst"] if options["report"] else 0,
         options["repeats"],
     )
-    _evaluate(options, specs, plan, _swept(options))
-
-
-def _swept(options: Options) -> Arms:
-    """The target alone and each K that was asked for, or that the model was loaded for."""
-    from evals.acceptance.acceptance import sweep
-
-    return lambda loaded: sweep(options["ks"] or (loaded["main"],))
+    _evaluate(options, specs, plan)
 
 
 @click.command(
@@ -107,7 +101,7 @@ def _swept(options: Options) -> Arms:
 @shared.model_options
 @option("--draft", "The head of a side that names none.", default="auto")
 @shared.data_options
-@option("-k --num-speculative-tokens --k default_k", f"K of a side that names none; {shared.DEFAULT_K}.", COUNT)
+@option("-k --num-speculative-tokens --k default_k", f"K of a side that names none; {shared.K_HELP}.", COUNT)
 @shared.asking_options
 @_WARMUP
 @shared.output_options
@@ -121,26 +115,22 @@ def compare(a: str, b: str, **options: Any) -> None:
     from evals.acceptance.acceptance import Plan
     from evals.runs.conversations import Configuration
 
-    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {"k": options["default_k"]}
+    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {
+        "k": options["default_k"] or shared.OWN_K
+    }
     left, right = (shared.parse_arm(text, defaults) for text in (a, b))
-    if left["k"] == right["k"] == 0:
-        raise click.UsageError("both sides have k=0; give at least one of them drafts")
     ks = (left["k"], right["k"])
-    if {**left, "k": 0} == {**right, "k": 0} and (None not in ks or left == right):  # one model serves both
-        most = left["k"] if None in ks else max(ks)
-        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], most)}
+    if not any(ks):
+        raise click.UsageError("both sides have k=0; give at least one of them drafts")
+    if {**left, "k": 0} == {**right, "k": 0} and (shared.OWN_K not in ks or left == right):  # one model serves both
+        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(ks))}
     else:
-        keys, both = "ab", {"a": left, "b": right}
-        specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in both.items()}
+        keys, sides = "ab", {"a": left, "b": right}
+        specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in sides.items()}
     options["same"] = left == right
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
-    sides = tuple(zip(names, keys, ks, strict=True))
-    _evaluate(
-        options,
-        specs,
-        Plan(data, (), shared.make_asking(options), options["batch_size"], options["warmup"]),
-        lambda loaded: tuple(Configuration(name, loaded[key] if k is None else k, key) for name, key, k in sides),
-    )
+    arms = tuple(Configuration(name, k, key) for name, key, k in zip(names, keys, ks, strict=True))
+    _evaluate(options, specs, Plan(data, arms, shared.make_asking(options), options["batch_size"], options["warmup"]))
 
 
 @click.command(
@@ -159,6 +149,7 @@ def compare(a: str, b: str, **options: Any) -> None:
 @option("--mode", None, click.Choice(["both", "greedy", "sampled"]), "both")
 @option("--samples", "Samples per place and configuration.", click.IntRange(100), 1000)
 @option("--sample-prompts", "Places of each trial.", COUNT, 2)
+@option("--budget", "Most minutes: as many questions and samples as fit.", click.FloatRange(0, min_open=True))
 @shared.output_option
 @shared.run_dir_option
 @shared.ray_options
@@ -166,24 +157,44 @@ def lossless(**options: Any) -> None:
     """Check that speculation leaves the target's output unchanged: PASS (exit code 0), FAIL (1) or NOT TESTED (3).
 
     Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
-    have the target's distribution.
+    have the target's distribution. Before it starts it says how long it may take, and --budget bounds that.
     """
     options.update(temperature=0.0, top_k=0, top_p=1.0)
     if options["mode"] != "greedy":
         require("scipy", "eval")
     data = _data(options)
-    from evals.acceptance.acceptance import Plan
+    from evals.acceptance.acceptance import Plan, sweep
     from evals.lossless.lossless import check, print_check
     from specdec.cli.tables import make_console
 
-    specs = {"main": shared.make_spec(options, options["draft"], shared.most(options["ks"]))}
-    plan = Plan(data, (), shared.make_asking(options), options["batch_size"], warmup=0)
-    with _begun(options, specs, plan, _swept(options)) as run:
+    ks = options["ks"] or (shared.OWN_K,)
+    specs = {"main": shared.make_spec(options, options["draft"], max(ks))}
+    plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
+    with _begun(options, specs, plan) as run:
         document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
     console = make_console()
     print_check(console, document)
     end(console, options, document, run[2])
     sys.exit(Verdict(document["verdict"]).exit_code)
+
+
+def _within_budget(options: Options, executor: Executor, plan: Plan) -> Plan:
+    """Say how long it may take. The plan with as many questions as fit; `options` gets the samples."""
+    from evals.lossless.distribution import MOST_QUESTIONS
+    from evals.lossless.lossless import Cost
+
+    mode, questions, samples = options["mode"], len(plan.data.questions), options["samples"]
+    read = min(questions, MOST_QUESTIONS) if mode == "sampled" else questions
+    cost = executor.on_one(lambda worker: Cost.measured(worker, plan, mode, options["sample_prompts"]))
+    fit = cost.within(60 * (options["budget"] or math.inf), read, samples)
+    text = f"This may take {timedelta(seconds=round(cost.of(*fit)))} if every answer has --max-new-tokens"
+    if fit == (read, samples):
+        click.echo(f"{text}; --budget MINUTES takes less", err=True)
+        return plan
+    given = f"--limit {fit[0]} (of {read}) --samples {fit[1]} (of {samples})"
+    click.echo(f"{text}. Within --budget: {given}; give these to go on if it is interrupted", err=True)
+    options["samples"] = fit[1]
+    return replace(plan, data=plan.data.limited(fit[0]))
 
 
 def _data(options: Options) -> DataSet:
@@ -211,24 +222,24 @@ def check_outputs(options: Options) -> None:
 
 @contextmanager
 def _begun(
-    options: Options, specs: dict[str, ModelSpec], plan: Plan, arms: Arms
+    options: Options, specs: dict[str, ModelSpec], plan: Plan
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
-    """A run of loaded models: the plan with chat template and K decided, its store and its progress bar.
-
-    arms: the configurations of models by key that were loaded for so many drafts.
-    """
+    """A run of loaded models: the plan with chat template, K and what a budget allows decided, its store and its
+    progress bar."""
     from evals.acceptance.acceptance import settings
 
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
-        loaded = {key: shared.loaded_k(one) for key, one in facts.items()}
-        plan = replace(plan, arms=arms(loaded), asking=shared.settle(plan.asking, facts))
+        arms = tuple(shared.settle_k(arm, facts) for arm in plan.arms)
+        plan = replace(plan, arms=arms, asking=shared.settle(plan.asking, facts))
+        if "budget" in options:
+            plan = _within_budget(options, executor, plan)
         asked = len(plan.data.questions) * plan.repeats
         with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
             yield executor, plan, *kept
 
 
-def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan, arms: Arms) -> None:
+def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None:
     from evals.acceptance.acceptance import run
     from evals.acceptance.summary import FEW
     from evals.report.terminal import print_acceptance
@@ -236,7 +247,7 @@ def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan, arms: A
 
     if len(plan.data.questions) < FEW:  # their intervals are Student's t
         require("scipy", "eval")
-    with _begun(options, specs, plan, arms) as begun:
+    with _begun(options, specs, plan) as begun:
         document = run(*begun)
     console, store = make_console(), begun[2]
     print_acceptance(console, document, options["explain"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from drafters.training.trainer import LinesOfProgress
 from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import FEW, Json
 from evals.runs.answers import Answer
@@ -98,7 +100,7 @@ POSITIONS = ("conditional", "unconditional", "per_position_vllm")
 """The kinds of acceptance at a draft position, in the order in which they are shown."""
 
 
-class RunProgress(Progress):
+class RunProgress(LinesOfProgress):
     """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
 
     def __init__(self, console: Console, total: int, arms: int) -> None:
@@ -248,46 +250,25 @@ def predicted(cell: Json, questions: int) -> str:
 
 def advice(document: Json) -> list[str]:
     """The K to take at each batch size, in words: K=0, or lookup, where none is predicted to be faster."""
-    prediction = document["timing"]["prediction"]
+    prediction, questions = document["timing"]["prediction"], document["arms"][0]["questions"]
+    is_lookup = not any(model["head"] for model in document["provenance"]["settings"]["models"].values())
+    none = "take K=0 (no drafts)"
+    if not is_lookup:
+        none += " or --draft lookup, whose rounds cost no more where it finds no match"
     if not prediction["table"]:
         reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
-        return [f"speed-up not predicted: {reason}", *_measured_best(document)]
+        speeds = [arm["timing"]["speedup"]["estimate"] or math.inf for arm in document["arms"] if arm["k"]]
+        slow = [f"{none}: no K was measured to be faster than the target alone"] if max(speeds) <= 1 else []
+        return [f"speed-up not predicted: {reason}", *slow]
     found = []
     for size in prediction["round_seconds"]:
         best = prediction["best"].get(size)
-        text = _without_drafts(document, "up to the largest measured is predicted to be")
+        text = f"{none}: no K up to the largest measured is predicted to be faster than the target alone"
         if best is not None:
-            text = f"K={best['k']}{_of_lookup(document)} is predicted to be the fastest up to the largest measured, "
-            digits = decimals(best["speedup"], document["arms"][0]["questions"], 2)
-            text += f"{best['speedup']:.{digits}f} × the target alone"
+            speed = f"{best['speedup']:.{decimals(best['speedup'], questions, 2)}f} × the target alone"
+            text = f"K={best['k']} is predicted to be the fastest up to the largest measured, {speed}"
         found.append(f"batch {size}: {text}{untried(prediction, size)}")
     return found
-
-
-def _measured_best(document: Json) -> list[str]:
-    """The fastest configuration of the run, where nothing can be predicted."""
-    known = [arm for arm in document["arms"] if arm["k"] and arm["timing"]["speedup"]["estimate"] is not None]
-    if not known:
-        return []
-    best = max(known, key=lambda arm: float(arm["timing"]["speedup"]["estimate"]))
-    speed = best["timing"]["speedup"]
-    if speed["estimate"] <= 1:
-        return [_without_drafts(document, "was measured to be")]
-    name = f"K={best['k']}{_of_lookup(document)}"
-    return [f"{name} was the fastest measured, {show(speed, 2, best['questions'])} × the target alone"]
-
-
-def _is_lookup(document: Json) -> bool:
-    return all(model["head"] is None for model in document["provenance"]["settings"]["models"].values())
-
-
-def _of_lookup(document: Json) -> str:
-    return " of lookup" if _is_lookup(document) else ""
-
-
-def _without_drafts(document: Json, why: str) -> str:
-    other = "" if _is_lookup(document) else ", or --draft lookup, whose rounds cost no more where it finds no match"
-    return f"take K=0 (no drafts){other}: no K {why} faster than the target alone"
 
 
 def untried(prediction: Json, size: str) -> str:

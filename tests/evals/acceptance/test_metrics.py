@@ -69,10 +69,11 @@ def test_hand_worked_example() -> None:
 def test_three_means_of_one_run_that_differ() -> None:
     """A short request with few accepted drafts, and a long one with many; a turn that ended with its prompt pass."""
     short, long = [(3, 0, 1)] * 2, [(3, 3, 4)] * 6
-    sums = columns([answer(short, []), answer(long)], k=3)
-    assert value("tau", sums) == value("tau_vllm", sums) == value("tau_spec_bench", sums) == (2 + 24) / (2 + 6)
-    assert value("tau_requests", sums) == (1.0 + 4.0) / 2
-    assert value("tau_tokens", sums) == (2 * 1.0 + 24 * 4.0) / (2 + 24)
+    for conversations in ([answer(short, []), answer(long)], [answer(short, [], long)]):
+        sums = columns(conversations, k=3)
+        assert value("tau", sums) == value("tau_vllm", sums) == value("tau_spec_bench", sums) == (2 + 24) / (2 + 6)
+        assert value("tau_requests", sums) == (1.0 + 4.0) / 2
+        assert value("tau_tokens", sums) == (2 * 1.0 + 24 * 4.0) / (2 + 24)
 
 
 def positions(rounds: list[tuple[int, int, int]], k: int) -> list[list[float]]:

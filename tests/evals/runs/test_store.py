@@ -73,8 +73,7 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_written_over(tmp_path: Path
     ):
         assert list(store.answers) == [("1", "arm")]
         store.add([answer("2")])
-    assert lines.read_bytes().replace(b'"session": 2', b'"session": 1') == whole
-    assert store.sessions == {1, 2}
+    assert lines.read_bytes() == whole
     with RunStore(tmp_path / "run", {"k": 1}) as store:
         assert list(store.answers) == [("1", "arm"), ("2", "arm")]
 
