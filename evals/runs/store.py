@@ -57,8 +57,7 @@ _REMEDY = "use another --run-dir"
 class RunStore(KeptLines):
     """The answers of one run, in a folder of its own.
 
-    key: hash of the settings; answers: by (question id, configuration), read at opening. sessions: numbers of the
-    processes, from 1, that the answers come from; this one's among them once it has added one.
+    key: hash of the settings; answers: by (question id, configuration), read at opening.
     """
 
     error = RunStoreError
@@ -75,7 +74,6 @@ class RunStore(KeptLines):
         self.folder = folder
         self.key = digest(settings)
         self.answers: dict[tuple[str, str], Answer] = {}
-        self.sessions: set[int] = set()
         kept = folder / "settings.json"
         if folder.exists() and not folder.is_dir():
             raise RunStoreError(f"{folder} is not a folder; {_REMEDY}")
@@ -85,7 +83,6 @@ class RunStore(KeptLines):
         if not kept.is_file() and any(others):
             raise RunStoreError(f"{folder} is not empty and holds no run; {_REMEDY}")
         super().__init__(folder / "answers.jsonl", folder / LOCK, (kept, settings), shown=folder)
-        self._session = max(self.sessions, default=0) + 1
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Append answers.
@@ -94,10 +91,8 @@ class RunStore(KeptLines):
             OutputError: they cannot be written; earlier ones stay readable.
         """
         answers = list(answers)
-        of_run = {"key": self.key, "session": self._session}
-        lines = [json.dumps({**of_run, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
+        lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
         self.write("".join(line + "\n" for line in lines).encode())
-        self.sessions.add(self._session)
         self.answers.update({(answer.question_id, answer.arm): answer for answer in answers})
 
     def finished(self, question_id: str, arms: Iterable[str]) -> bool:
@@ -110,10 +105,9 @@ class RunStore(KeptLines):
         try:
             record = json.loads(line)
             answer = from_json(record["answer"])
-            key, session = record["key"], int(record.get("session", 0))
+            key = record["key"]
         except (ValueError, KeyError, TypeError) as error:
             raise RunStoreError(f"{place}: damaged ({named_error(error)}); {_REMEDY}") from error
         if key != self.key:
             raise RunStoreError(f"{place}: belongs to other settings; {_REMEDY}")
         self.answers[answer.question_id, answer.arm] = answer
-        self.sessions.add(session)
