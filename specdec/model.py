@@ -8,21 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from drafters.base import Head
-from specdec.engine.feeding import generated
-from specdec.engine.scheduler import Usage
-from specdec.engine.sharing import SharedEngine
-from specdec.engine.stats import EngineStats
-from specdec.engine.streams import Stream, StreamUpdate, collected, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
+from specdec.import_names import uncollected
 from specdec.interrupts import interrupts_as_they_are
-from specdec.loading.assembly import FREED, Parts, assemble, dismantle
-from specdec.loading.names import find_gguf, resolve
-from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
-from specdec.loading.sizes import memory_named
 from specdec.options.load_options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
@@ -31,16 +21,25 @@ from specdec.requests.submission import Params, Score, Submission, check_each, s
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.target import own_logits
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from attention.transport.region_tables import EngineTable
     from attention.transport.transports import Transport
+    from drafters.base import Head
+    from specdec.engine.scheduler import Usage
+    from specdec.engine.stats import EngineStats
+    from specdec.engine.streams import Stream, StreamUpdate
     from specdec.extensions.handoff.moved import Handoff
     from specdec.extensions.handoff.transfers import OnFailure, Transfers
     from specdec.extensions.rollouts.new_weights import Weights
     from specdec.extensions.service.asynchronous import AsyncStream
     from specdec.extensions.service.monitoring import Metrics
+    from specdec.loading.assembly import Parts
+
+FREED = ("target", "head", "runners", "engine", "_live")
+"""Attributes that `close` deletes."""
 
 
 class SpeculativeModel:
@@ -69,6 +68,9 @@ class SpeculativeModel:
     def __init__(self, parts: Parts, options: LoadOptions, group: Group = ALONE) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`. Every process of the group calls this.
         Raises InvalidInputError, UnsupportedModelError, UnsupportedAttentionError: see `assemble`."""
+        from specdec.engine.sharing import SharedEngine
+        from specdec.loading.assembly import assemble
+
         self.hf_model, self.tokenizer, self.head = parts.probed.model, parts.tokenizer, parts.head
         self.dtype, self.device = self.hf_model.dtype, self.hf_model.device
         self.group, self.ranks = group, group if group.size > 1 else None
@@ -163,6 +165,8 @@ class SpeculativeModel:
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
+            from specdec.loading.names import find_gguf, resolve
+
             if isinstance(target, (str, Path)) and find_gguf(resolve(target), options.gguf_file)[1]:
                 raise InvalidInputError(
                     "tensor_parallel_size: a GGUF file is read by one process; give 1, or the model in safetensors"
@@ -176,6 +180,10 @@ class SpeculativeModel:
     @classmethod
     def in_group(cls, target: Any, draft: Any, options: LoadOptions, group: Group) -> SpeculativeModel:
         """As `from_pretrained`, in a process of a group, all of which call it."""
+        with uncollected():  # torch and transformers' models are imported now, and not with this file
+            from specdec.loading.parts import load_parts
+            from specdec.loading.sizes import memory_named
+
         try:
             from specdec.extensions import round_extras as more_extras
         except ImportError:
@@ -228,6 +236,8 @@ class SpeculativeModel:
                 thread meanwhile. ModelChangedError: `hf_model` was moved, recast, resized or rebuilt. RoundFailedError:
                 a round failed twice. RequestFailedError, at the end: a tokenizer or code of the user's raised.
         """
+        from specdec.engine.streams import collected, completed
+
         return collected((with_bar if progress else completed)(self.stream(prompts, params, **options)))
 
     def generate_iter(
@@ -238,6 +248,8 @@ class SpeculativeModel:
 
         >>> sorted((i, len(done.token_ids)) for i, done in model.generate_iter([[5, 6], [7]], max_new_tokens=3))
         [(0, 3), (1, 3)]"""
+        from specdec.engine.feeding import generated
+
         yield from generated(self.stream, prompts, params, options, self.config.max_num_seqs)
 
     def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
@@ -280,6 +292,8 @@ class SpeculativeModel:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
         logprobs: alternatives of each token. options: `chat`, and those of the chat template. Raises as `generate`."""
+        from specdec.engine.streams import completed
+
         check = self._begun_check()
         with interrupts_as_they_are():
             requests = to_be_scored(prompts, completions, logprobs, self.tokenizer, self.device, options)
@@ -292,6 +306,8 @@ class SpeculativeModel:
         return self._live.begin_check()
 
     def _stream(self, requests: list[Submission], check: Callable[[], None] | None) -> Stream:
+        from specdec.engine.streams import Stream
+
         check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
@@ -329,6 +345,8 @@ class SpeculativeModel:
 
         >>> model.own_logits([5, 6]).argmax(-1)[-1] == model.generate([5, 6], max_new_tokens=1)[0].token_ids[0]
         tensor(True)"""
+        from specdec.wrapped.target import own_logits
+
         self._shared.check_open()
         ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
         with self._shared.between_rounds():
@@ -380,10 +398,12 @@ class SpeculativeModel:
 
         Unfinished requests raise ClosedModelError after their last update, later calls at once. Waits for another
         thread's round. A GPU that waits for a lost rank keeps its memory. Raises SpecdecError inside a round."""
+        from specdec.loading.assembly import dismantle
+
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
         if (leader := vars(self).get("_leader")) is not None:
             leader.end()
-        dismantle(self)
+        dismantle(self, FREED)
 
     __repr__, _repr_html_, __reduce_ex__ = model_line, model_html, refuse_copy
 

@@ -38,9 +38,6 @@ from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
 
-FREED = ("target", "head", "runners", "engine", "_live")
-"""Attributes of a `SpeculativeModel` that `dismantle` deletes."""
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -214,9 +211,9 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     return Assembly(target, runners, engine, live, twin, error, graphs.state)
 
 
-def dismantle(model: Any) -> None:
-    """Free everything made for a `SpeculativeModel` whose engine is closed, and restore its transformers model. Every
-    step can be done twice."""
+def dismantle(model: Any, freed_names: Iterable[str]) -> None:
+    """Free everything made for a `SpeculativeModel` whose engine is closed, its attributes `freed_names`, and restore
+    its transformers model. Every step can be done twice."""
     model.group.close()
     device = model.device
     if device.type == "cuda" and model.group.lost:
@@ -226,7 +223,7 @@ def dismantle(model: Any) -> None:
     # vars(): they are made at first use, see `transfers_of`, which this must not import.
     if (transfers := vars(model).get("_transfers")) is not None:
         transfers.close()
-    freed = bool([vars(model).pop(name) for name in FREED if name in vars(model)])
+    freed = bool([vars(model).pop(name) for name in freed_names if name in vars(model)])
     if freed and not model._shared.forked:  # a fork would first copy the memory of all objects
         gc.collect()  # compiled code and graphs refer to themselves
     model._alterations.undo()
