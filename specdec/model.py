@@ -57,7 +57,8 @@ class SpeculativeModel:
         num_speculative_tokens: K, drafts a round. dtype, device: the target's.
         generation_config_use: "model" or "ignore": whether calls start from the model's own generation_config.
         backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
-        self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
+        self_test_error: relative logit error of the load-time self-test. self_test: which tests ran.
+        twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
         group: processes that run the target together. ranks: the same if several, each `hf_model` a share; else None.
         checkpoint: where the target was read from; None for a loaded model without a name. steps: seconds of the start.
@@ -83,7 +84,8 @@ class SpeculativeModel:
             self._alterations = made.target.alterations
             with self._alterations.undone_on_error():
                 self.target, self.runners, self.engine, self._live = made.target, made.runners, made.engine, made.live
-                self.twin, self.self_test_error, self.graphs = made.twin, made.self_test_error, made.graphs
+                self.self_test_error, self.twin = made.verdict
+                self.graphs, self.self_test = made.graphs, parts.self_test
                 self._shared = SharedEngine(self.engine, self.device)
 
     @classmethod
@@ -154,6 +156,8 @@ class SpeculativeModel:
             adapter: of peft, by folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
+            self_test: "cached": test target and head, unless an earlier start found them right and nothing has changed
+                since; "full": test them; "quick": likewise, but with short rows alone (docs/targets.md).
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's).
             revision: branch, tag, commit.
             gguf_file: the GGUF file in a folder or hub model; its path is a target by itself: docs/how-to/gguf.md.

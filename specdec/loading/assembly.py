@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from specdec.options.kinds import OrAuto
 from specdec.rounds.buckets import loop_limits
 from specdec.selftest.selftest import check_target
 from specdec.selftest.twin import TwinReport, twin_test
+from specdec.selftest.verdicts import SelfTest, Verdict
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
 from specdec.wrapped.group import Group
@@ -51,6 +52,7 @@ class Parts:
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
         cache_tokens: tokens of the KV cache. cache_bytes: bytes of all caches and the states of recurrent layers.
+        self_test: how the target is tested.
     """
 
     probed: TargetProbe
@@ -65,6 +67,7 @@ class Parts:
     cascade: str
     cache_tokens: int
     cache_bytes: int
+    self_test: SelfTest = field(default_factory=SelfTest)
 
 
 def choose_prefix_caching(loop: AnyLoop | None, asked: OrAuto, recurrent: bool = False) -> str:
@@ -123,16 +126,14 @@ class Assembly:
         target: the wrapped model, which carries its hooks and handles now.
         runners: attention of the target, by cache group, and, with a head, of the head.
         engine: runs the rounds. live: notices that the model is no longer what it was.
-        twin: what a small float32 copy of the model showed. self_test_error: relative logit error of the self-test.
-        graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
+        verdict: of the self-tests. graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
     """
 
     target: Target
     runners: tuple[GroupRunner, ...]
     engine: Engine
     live: LiveModel
-    twin: TwinReport
-    self_test_error: float
+    verdict: Verdict
     graphs: str
 
 
@@ -190,13 +191,17 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     """
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
-    log.info("testing a small copy of the model")
-    twin = twin_test(probed, config.max_model_len)
+    verdict = parts.self_test.verdict
+    twin = _twin(probed, config) if verdict is None else verdict.twin
     graphs.compile()
-    log.info("self-test")
     before = Settings.of(model, *([head] if isinstance(head, Module) else ()))
-    error = check_target(target, probed, config.max_model_len, twin)
+    if verdict is None:
+        log.info("self-test")
+        quick = parts.self_test.quick
+        verdict = Verdict(check_target(target, probed, config.max_model_len, twin, quick), twin)
     settings = before.settled()  # those that the forwards of the self-test did not change themselves
+    if settings.moving == before.moving:  # else the next start must find out again which these are
+        parts.self_test.keep(verdict)
     executor = graphs.executor()
     captured = not isinstance(executor, EagerExecutor)
     versions = WeightVersions(model, head, captured=captured, settings=settings)
@@ -208,7 +213,12 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     runners = target.runner.runners if drafter is None else (*target.runner.runners, drafter.runner)
     for build in builds_of(runners):
         build.wait()
-    return Assembly(target, runners, engine, live, twin, error, graphs.state)
+    return Assembly(target, runners, engine, live, verdict, graphs.state)
+
+
+def _twin(probed: TargetProbe, config: EngineConfig) -> TwinReport:
+    log.info("testing a small copy of the model")
+    return twin_test(probed, config.max_model_len)
 
 
 def dismantle(model: Any, freed_names: Iterable[str]) -> None:

@@ -66,11 +66,14 @@ _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 """Tokens for every tile of `triton_invariant_linear`."""
 
 
-def check_target(target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport) -> float:
+def check_target(
+    target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport, quick: bool = False
+) -> float:
     """Test FP8 operators and recurrent layers' kernels, then the real weights (`self_test`); the largest error.
 
     A model without a twin (`report` is `twin.twin_test`'s, and names the threshold past which a model is wrong) is
-    itself read in rows of up to 512 tokens, and a SpecdecWarning names the untested parts.
+    itself read in rows of up to 512 tokens, and a SpecdecWarning names the untested parts. quick: with one, the real
+    weights read short rows alone.
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
@@ -88,7 +91,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
     if report.unbuilt is None:
         plain = all(route.startswith("torch") for runner in target.runner.runners for route in runner.routes)
         long = _LONG_ROW_IN_TORCH if plain else _LONG_ROW
-        return self_test(target, 0 if half else min(long, room))
+        return self_test(target, 0 if half or quick else min(long, room))
     longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + _VERIFY_LEN)
     error = self_test(target, longest)
     beyond = [threshold for threshold in report.passed if threshold.value >= longest]
