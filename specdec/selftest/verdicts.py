@@ -136,7 +136,6 @@ def fingerprint(model: PreTrainedModel, modules: Iterable[Any], files: Iterable[
         return None
     classes = [(name, type(module).__qualname__) for root in roots for name, module in root.named_modules()]
     parts = (
-        _FORMAT,
         facts,
         read,
         classes,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes import LetterTokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import specdec.loading.assembly
 import specdec.loading.parts
@@ -25,7 +26,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.loading.parts import fingerprint_of
 from specdec.selftest.shrinking import Threshold
 from specdec.selftest.twin import TwinReport
-from specdec.selftest.verdicts import SelfTest, Verdict, self_test_of
+from specdec.selftest.verdicts import SelfTest, Verdict, fingerprint, self_test_of
 
 _keyed = fingerprint_of  # before the tests' fixture replaces it
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,6 +97,11 @@ def test_full_always_tests_and_quick_keeps_nothing(folder: Path, kept: Path, tes
 def test_a_loaded_model_is_tested_at_every_start(kept: Path, tested: list[str]) -> None:
     """Whatever was done to it, no file says."""
     model = tiny_llama()
+    assert starts_test(model, tested) and starts_test(model, tested) and not kept.exists()
+
+
+def test_a_loaded_model_with_a_name_is_tested_at_every_start(folder: Path, kept: Path, tested: list[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert starts_test(model, tested) and starts_test(model, tested) and not kept.exists()
 
 
@@ -235,6 +241,59 @@ def test_functions_without_a_file_are_tested_at_every_start(
     exec("def forward(self, x):\n    return right(self, x)", given)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", given["forward"])
     assert starts_test(folder, tested) and starts_test(folder, tested)
+
+
+def test_another_file_of_code_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with the same functions in the same lines."""
+    model, file, found = tiny_llama(), tmp_path / "quick.py", set()
+    for factor in (1.0, 1.1):
+        file.write_text(f"def forward(self, x):\n    return x * {factor}\n")
+        given: dict[str, Any] = {}
+        exec(compile(file.read_text(), str(file), "exec"), given)
+        monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", given["forward"])
+        found.add(fingerprint(model, [], [], None))
+    assert len(found) == 2 and None not in found
+
+
+def lowered(model: Any) -> None:
+    model.config.rms_norm_eps = 0.1
+
+
+def attribute(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 2
+
+
+@pytest.mark.parametrize("change", [lowered, attribute])
+def test_another_setting_is_tested(change: Callable[[Any], None]) -> None:
+    model = tiny_llama()
+    before = fingerprint(model, [], [], None)
+    assert fingerprint(tiny_llama(), [], [], None) == before
+    change(model)
+    assert fingerprint(model, [], [], None) != before
+
+
+def test_another_place_of_a_class_is_tested() -> None:
+    found = set()
+    for layer in (1, 2):
+        model = tiny_llama()
+        model.model.layers[layer].mlp.act_fn = torch.nn.Sigmoid()  # without any attribute
+        found.add(fingerprint(model, [], [], None))
+    assert len(found) == 2
+
+
+def test_another_head_is_tested() -> None:
+    model, head = tiny_llama(), torch.nn.Linear(3, 3)
+    before = fingerprint(model, [head], [], None)
+    with torch.no_grad():
+        head.bias[1] += 1
+    assert len({before, fingerprint(model, [head], [], None), fingerprint(model, [], [], None)}) == 3
+
+
+def test_a_cache_that_memory_made_much_smaller_is_tested(folder: Path, kept: Path, tested: list[str]) -> None:
+    """The room of rows depends on it; pages more or less do not count."""
+    for number_of_bytes, tests in ((1 << 22, True), ((1 << 22) + 65536, False), (1 << 18, True)):
+        with patch("specdec.loading.sizes._CPU_CACHE_BYTES", number_of_bytes):
+            assert starts_test(folder, tested, kv_cache_tokens=None, max_num_seqs=32, max_model_len=120) == tests
 
 
 @pytest.mark.usefixtures("every_self_test")
