@@ -84,8 +84,8 @@ class SpeculativeModel:
             self._alterations = made.target.alterations
             with self._alterations.undone_on_error():
                 self.target, self.runners, self.engine, self._live = made.target, made.runners, made.engine, made.live
-                self.self_test_error, self.twin = made.verdict
-                self.graphs, self.self_test = made.graphs, parts.self_test
+                self.twin, self.self_test_error, self.graphs = made.twin, made.self_test_error, made.graphs
+                self.self_test = parts.self_test
                 self._shared = SharedEngine(self.engine, self.device)
 
     @classmethod
@@ -169,9 +169,9 @@ class SpeculativeModel:
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
-            from specdec.loading.names import find_gguf, resolve
+            from specdec.loading.names import is_gguf
 
-            if isinstance(target, (str, Path)) and find_gguf(resolve(target), options.gguf_file)[1]:
+            if is_gguf(target, options.gguf_file):
                 raise InvalidInputError(
                     "tensor_parallel_size: a GGUF file is read by one process; give 1, or the model in safetensors"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from specdec.loading.progress import log
 from specdec.options.generation_config import eos_ids
 from specdec.options.kinds import OrAuto
 from specdec.rounds.buckets import loop_limits
+from specdec.selftest.kept import FULL, SelfTest
 from specdec.selftest.selftest import check_target
+from specdec.selftest.shrinking import thresholds
 from specdec.selftest.twin import TwinReport, twin_test
-from specdec.selftest.verdicts import SelfTest, Verdict
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
 from specdec.wrapped.group import Group
@@ -67,7 +68,7 @@ class Parts:
     cascade: str
     cache_tokens: int
     cache_bytes: int
-    self_test: SelfTest = field(default_factory=SelfTest)
+    self_test: SelfTest = FULL
 
 
 def choose_prefix_caching(loop: AnyLoop | None, asked: OrAuto, recurrent: bool = False) -> str:
@@ -126,14 +127,16 @@ class Assembly:
         target: the wrapped model, which carries its hooks and handles now.
         runners: attention of the target, by cache group, and, with a head, of the head.
         engine: runs the rounds. live: notices that the model is no longer what it was.
-        verdict: of the self-tests. graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
+        twin: what a small float32 copy of the model showed. self_test_error: relative logit error of the self-test.
+        graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
     """
 
     target: Target
     runners: tuple[GroupRunner, ...]
     engine: Engine
     live: LiveModel
-    verdict: Verdict
+    twin: TwinReport
+    self_test_error: float
     graphs: str
 
 
@@ -191,17 +194,20 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     """
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
-    verdict = parts.self_test.verdict
-    twin = _twin(probed, config) if verdict is None else verdict.twin
+    tests, error = parts.self_test, parts.self_test.error
+    if error is None:
+        log.info("testing a small copy of the model")
+        twin = twin_test(probed, config.max_model_len)
+    else:
+        twin = TwinReport(thresholds(model.config, config.max_model_len))
     graphs.compile()
     before = Settings.of(model, *([head] if isinstance(head, Module) else ()))
-    if verdict is None:
+    if error is None:
         log.info("self-test")
-        quick = parts.self_test.quick
-        verdict = Verdict(check_target(target, probed, config.max_model_len, twin, quick), twin)
+        error = check_target(target, probed, config.max_model_len, twin, tests.mode == "quick")
     settings = before.settled()  # those that the forwards of the self-test did not change themselves
-    if settings.moving == before.moving:  # else the next start must find out again which these are
-        parts.self_test.keep(verdict)
+    if settings.moving == before.moving and twin.unbuilt is None:
+        tests.keep(error)  # else the next start must warn again, or find out which settings move
     executor = graphs.executor()
     captured = not isinstance(executor, EagerExecutor)
     versions = WeightVersions(model, head, captured=captured, settings=settings)
@@ -213,12 +219,7 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     runners = target.runner.runners if drafter is None else (*target.runner.runners, drafter.runner)
     for build in builds_of(runners):
         build.wait()
-    return Assembly(target, runners, engine, live, verdict, graphs.state)
-
-
-def _twin(probed: TargetProbe, config: EngineConfig) -> TwinReport:
-    log.info("testing a small copy of the model")
-    return twin_test(probed, config.max_model_len)
+    return Assembly(target, runners, engine, live, twin, error, graphs.state)
 
 
 def dismantle(model: Any, freed_names: Iterable[str]) -> None:

@@ -89,8 +89,7 @@ def check_target(
 
         recurrence_self_test(target.states)
     if report.unbuilt is None:
-        plain = all(route.startswith("torch") for runner in target.runner.runners for route in runner.routes)
-        long = _LONG_ROW_IN_TORCH if plain else _LONG_ROW
+        long = _LONG_ROW_IN_TORCH if target.hf_model.device.type == "cpu" else _LONG_ROW
         return self_test(target, 0 if half or quick else min(long, room))
     longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + _VERIFY_LEN)
     error = self_test(target, longest)

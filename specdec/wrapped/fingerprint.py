@@ -27,20 +27,15 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype
 
 
 @torch.no_grad()
-def weights_fingerprint(module: torch.nn.Module) -> str:
+def weights_fingerprint(module: torch.nn.Module, whole: bool = True) -> str:
     """16 hex digits over names, shapes, dtypes and values of all parameters and stored buffers; of quantised weights
     that are made of several tensors, over each of them.
 
     Of each tensor, the sum of all elements' bits as integers (exact in any order, so the same on every device) and 64
     evenly spaced elements are hashed: one pass over the memory, no copy to the host.
+    whole: if False, without the sum: a large model is not read.
     """
-    return _digits("".join(map(repr, _marks(module))))
-
-
-@torch.no_grad()
-def weights_sample(module: torch.nn.Module) -> str:
-    """As `weights_fingerprint`, but of the values 64 of each tensor alone: a large model's are not all read."""
-    return _digits("".join(map(repr, _marks(module, whole=False))))
+    return _digits("".join(map(repr, _marks(module, whole))))
 
 
 def tokens_fingerprint(head: Head, device: torch.device) -> str:

@@ -13,20 +13,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fakes import LetterTokenizer, tiny_llama
+from fakes import VOCAB, LetterTokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import specdec.loading.assembly
 import specdec.loading.parts
-import specdec.selftest.verdicts as verdicts
+import specdec.selftest.kept
 from attention.backends.reference import TorchBackend
 from specdec import SpeculativeModel
 from specdec.errors import UnsupportedModelError
 from specdec.loading.parts import fingerprint_of
-from specdec.selftest.shrinking import Threshold
+from specdec.selftest.kept import SelfTest, _own_code, fingerprint, self_test_of
 from specdec.selftest.twin import TwinReport
-from specdec.selftest.verdicts import SelfTest, Verdict, fingerprint, self_test_of
 
 _keyed = fingerprint_of  # before the tests' fixture replaces it
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +45,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tiny_llama().save_pretrained(tmp_path / "model")
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -54,7 +57,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def small(*_: Any) -> TwinReport:
         ran.append("twin")
-        return TwinReport((Threshold("sliding_window", 7),))
+        return TwinReport(())
 
     def whole(target: Any, probed: Any, longest: int, report: TwinReport, quick: bool = False) -> float:
         ran.append("quick" if quick else "full")
@@ -65,7 +68,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def load(target: Any, draft: Any = None, **options: Any) -> SpeculativeModel:
-    return SpeculativeModel.from_pretrained(target, draft, tokenizer=LetterTokenizer(), **SIZES | options)
+    return SpeculativeModel.from_pretrained(target, draft, **SIZES | options)
 
 
 def starts_test(folder: Any, tested: list[str], draft: Any = None, **options: Any) -> bool:
@@ -79,10 +82,8 @@ def test_a_second_start_tests_nothing_and_knows_the_same(folder: Path, kept: Pat
     first = load(folder)
     assert tested == ["twin", "full"] and str(first.self_test) == "full"
     second = load(folder)
-    assert tested == ["twin", "full"] and second.describe()["self_test"] == "none: an earlier start's verdict holds"
+    assert tested == ["twin", "full"] and second.describe()["self_test"] == "none, by an earlier start's verdict"
     assert (second.self_test_error, str(second.twin)) == (first.self_test_error, str(first.twin))
-    (file,) = kept.iterdir()
-    assert json.loads(file.read_text())["passed"] == [["sliding_window", 7]]
 
 
 def test_full_always_tests_and_quick_keeps_nothing(folder: Path, kept: Path, tested: list[str]) -> None:
@@ -96,8 +97,9 @@ def test_full_always_tests_and_quick_keeps_nothing(folder: Path, kept: Path, tes
 
 def test_a_loaded_model_is_tested_at_every_start(kept: Path, tested: list[str]) -> None:
     """Whatever was done to it, no file says."""
-    model = tiny_llama()
-    assert starts_test(model, tested) and starts_test(model, tested) and not kept.exists()
+    model, tokenizer = tiny_llama(), LetterTokenizer()
+    for _ in range(2):
+        assert starts_test(model, tested, tokenizer=tokenizer) and not kept.exists()
 
 
 def test_a_loaded_model_with_a_name_is_tested_at_every_start(folder: Path, kept: Path, tested: list[str]) -> None:
@@ -192,31 +194,30 @@ def test_another_checkpoint_is_tested(
     ("name", "value"),
     [
         ("_OWN_CODE", "another"),
-        ("_FORMAT", 2),
         ("version_of", lambda name: "9.9"),
-        ("platform.python_version", lambda: "3.99.0"),
-        ("torch.backends.cpu.get_cpu_capability", lambda: "another"),
+        ("sys.version", "3.99.0"),
+        ("torch.__config__.show", lambda: "another CPU"),
     ],
 )
 def test_other_code_and_another_machine_are_tested(
     folder: Path, kept: Path, tested: list[str], monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     assert starts_test(folder, tested)
-    monkeypatch.setattr(f"specdec.selftest.verdicts.{name}", value)
+    monkeypatch.setattr(f"specdec.selftest.kept.{name}", value)
     assert starts_test(folder, tested)
 
 
 def test_the_code_is_that_of_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "attention" / "deep" / "one.py"
-    file.parent.mkdir(parents=True)
-    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
-    found = set()
-    for text in ("x = 1", "x = 2"):
-        file.write_text(text)
-        found.add(verdicts._own_code())
+    monkeypatch.setattr(specdec.selftest.kept, "ROOT", tmp_path)
+    found = {_own_code()}
+    for package in ("attention", "drafters", "specdec"):
+        file = tmp_path / package / "deep" / "one.py"
+        file.parent.mkdir(parents=True)
+        for text in ("x = 1", "x = 2"):
+            file.write_text(text)
+            found.add(_own_code())
     file.rename(file.with_name("two.py"))
-    found.add(verdicts._own_code())
-    assert len(found) == 3
+    assert len(found | {_own_code()}) == 8
 
 
 def test_functions_put_into_the_models_classes_are_tested(
@@ -232,27 +233,15 @@ def test_functions_put_into_the_models_classes_are_tested(
     monkeypatch.undo()
 
 
-def test_functions_without_a_file_are_tested_at_every_start(
-    folder: Path, kept: Path, tested: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.llama import modeling_llama
-
-    given: dict[str, Any] = {"right": modeling_llama.LlamaMLP.forward}
-    exec("def forward(self, x):\n    return right(self, x)", given)
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", given["forward"])
-    assert starts_test(folder, tested) and starts_test(folder, tested)
-
-
-def test_another_file_of_code_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even with the same functions in the same lines."""
-    model, file, found = tiny_llama(), tmp_path / "quick.py", set()
-    for factor in (1.0, 1.1):
-        file.write_text(f"def forward(self, x):\n    return x * {factor}\n")
+def test_other_code_of_a_function_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even in the same lines, and inside of an inner function."""
+    model, found = tiny_llama(), set()
+    for code in ("x * 1.0", "x * 1.1", "x.sin()", "(lambda y: y * 1.0)(x)", "(lambda y: y * 1.1)(x)"):
         given: dict[str, Any] = {}
-        exec(compile(file.read_text(), str(file), "exec"), given)
+        exec(f"def forward(self, x):\n    return {code}\n", given)
         monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", given["forward"])
-        found.add(fingerprint(model, [], [], None))
-    assert len(found) == 2 and None not in found
+        found.add(fingerprint(model, None, [], None))
+    assert len(found) == 5
 
 
 def lowered(model: Any) -> None:
@@ -266,10 +255,10 @@ def attribute(model: Any) -> None:
 @pytest.mark.parametrize("change", [lowered, attribute])
 def test_another_setting_is_tested(change: Callable[[Any], None]) -> None:
     model = tiny_llama()
-    before = fingerprint(model, [], [], None)
-    assert fingerprint(tiny_llama(), [], [], None) == before
+    before = fingerprint(model, None, [], None)
+    assert fingerprint(tiny_llama(), None, [], None) == before
     change(model)
-    assert fingerprint(model, [], [], None) != before
+    assert fingerprint(model, None, [], None) != before
 
 
 def test_another_place_of_a_class_is_tested() -> None:
@@ -277,16 +266,16 @@ def test_another_place_of_a_class_is_tested() -> None:
     for layer in (1, 2):
         model = tiny_llama()
         model.model.layers[layer].mlp.act_fn = torch.nn.Sigmoid()  # without any attribute
-        found.add(fingerprint(model, [], [], None))
+        found.add(fingerprint(model, None, [], None))
     assert len(found) == 2
 
 
 def test_another_head_is_tested() -> None:
     model, head = tiny_llama(), torch.nn.Linear(3, 3)
-    before = fingerprint(model, [head], [], None)
+    before = fingerprint(model, head, [], None)
     with torch.no_grad():
         head.bias[1] += 1
-    assert len({before, fingerprint(model, [head], [], None), fingerprint(model, [], [], None)}) == 3
+    assert len({before, fingerprint(model, head, [], None), fingerprint(model, None, [], None)}) == 3
 
 
 def test_a_cache_that_memory_made_much_smaller_is_tested(folder: Path, kept: Path, tested: list[str]) -> None:
@@ -313,23 +302,17 @@ def test_a_defect_is_refused_by_every_kind_of_test(folder: Path, kept: Path, sel
 
 
 def key_file(kept: Path) -> Path:
-    (file,) = kept.glob("*.json")
+    (file,) = kept.iterdir()
     return file
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": 1}', "\x00\x01", '{"format": 9, "key": ""}'])
+@pytest.mark.parametrize("content", ["", "{}", "one", "0.5 0.5", "\x00\x01", "\udcff"])
 def test_a_damaged_file_means_testing_again(folder: Path, kept: Path, tested: list[str], content: str) -> None:
     load(folder)
     whole = key_file(kept).read_text()
-    key_file(kept).write_text(content)
+    key_file(kept).write_bytes(content.encode("utf-8", "surrogateescape"))
     assert starts_test(folder, tested)
     assert key_file(kept).read_text() == whole, "and it is mended"
-
-
-def test_a_verdict_under_another_name_is_none(kept: Path) -> None:
-    self_test_of("cached", "a").keep(Verdict(0.5, TwinReport(())))
-    key_file(kept).rename(kept / "b.json")
-    assert self_test_of("cached", "b").verdict is None
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(folder: Path, kept: Path, tested: list[str]) -> None:
@@ -346,23 +329,14 @@ def test_a_file_that_cannot_be_read_is_no_error(folder: Path, kept: Path, tested
     assert starts_test(folder, tested) and starts_test(folder, tested)
 
 
-def test_old_verdicts_are_removed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_MOST_FILES", 3)
-    for number in range(6):
-        self_test_of("full", f"key{number}").keep(Verdict(0.0, TwinReport(())))
-        os.utime(kept / f"key{number}.json", (number, number))
-    assert {file.name for file in kept.iterdir()} == {"key3.json", "key4.json", "key5.json"}
-
-
 @pytest.mark.thorough
 def test_two_processes_that_write_at_once(tmp_path: Path) -> None:
     code = """
 import sys
-from specdec.selftest.twin import TwinReport
-from specdec.selftest.verdicts import Verdict, self_test_of
+from specdec.selftest.kept import self_test_of
 for _ in range(200):
-    self_test_of("full", "k" * 64).keep(Verdict(0.25, TwinReport(())))
-    assert self_test_of("cached", "k" * 64).verdict.error == 0.25
+    self_test_of("full", "k" * 64).keep(0.25)
+    assert self_test_of("cached", "k" * 64).error == 0.25
 """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
@@ -374,16 +348,15 @@ for _ in range(200):
 def test_another_process_finds_the_same_key(folder: Path, tmp_path: Path) -> None:
     code = f"""
 from specdec import SpeculativeModel
-model = SpeculativeModel.from_pretrained({str(folder)!r}, tokenizer=type("T", (), {{"__call__": len, "decode": len}})(),
-    kv_cache_tokens=400)
+model = SpeculativeModel.from_pretrained({str(folder)!r}, kv_cache_tokens=400)
 print(model.self_test)
 """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"}
     said = [subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout]
     said.append(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout)
-    assert said == ["full\n", "none: an earlier start's verdict holds\n"]
+    assert said == ["full\n", "none, by an earlier start's verdict\n"]
 
 
 def test_a_start_that_keeps_nothing() -> None:
-    SelfTest().keep(Verdict(0.0, TwinReport(())))
+    SelfTest().keep(0.0)
     assert self_test_of("cached", None) == SelfTest()
