@@ -76,14 +76,17 @@ class _Renamed(Loader):
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause Python's garbage collection. Importing torch and transformers makes a million objects that stay, and
-    looking through them again and again would take a quarter of the time."""
+    """Pause Python's garbage collection where a great many objects are made that stay. Importing torch and transformers
+    makes a million, and looking through them again and again would take a quarter of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()  # and back, into the oldest generation: else the youngest ones are looked through twice
+                gc.unfreeze()
             gc.enable()
 
 

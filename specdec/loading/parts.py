@@ -15,6 +15,7 @@ from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
+from specdec.import_names import uncollected
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
@@ -83,7 +84,8 @@ def load_parts(
     with parsed_once(target, options.gguf_file):
         opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
         (model, checkpoint), draft = opened, pair.draft
-        tokenizer = open_tokenizer(options.tokenizer, checkpoint)
+        with uncollected():  # a vocabulary is a hundred thousand objects more
+            tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
         warn_user(busy)
