@@ -92,7 +92,8 @@ class Held:
         """The same in another process. Of a function, of a static method's or a property's too, its code."""
         function = getattr(self.value, "__func__", getattr(self.value, "fget", self.value))
         # Version 2 has no references between objects, of which the later ones depend on what else the process holds.
-        return f"{type(self.value).__qualname__} {marshal.dumps(getattr(function, '__code__', None), 2)!r}"
+        code = function.__code__ if isinstance(function, FunctionType) else None
+        return f"{type(self.value).__qualname__} {marshal.dumps(code, 2)!r}"
 
 
 @dataclass(frozen=True)
