@@ -64,6 +64,7 @@ def facts_of(model: Any) -> Json:
         "sparse_attention": None if dense is None else _SPARSE.format(dense),
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,
+        "self_test": str(model.self_test),
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         **_head(head, model.device),

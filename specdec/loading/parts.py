@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
+from specdec.import_names import uncollected
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
@@ -23,7 +25,7 @@ from specdec.loading.backends import (
     name_what_is_left_out,
 )
 from specdec.loading.cache_format import kv_format, kv_layout, state_group
-from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.checkpoint import Checkpoint, parsed_once
 from specdec.loading.cuda_graphs import loading_thread
 from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
 from specdec.loading.names import load_pair
@@ -50,6 +52,7 @@ from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.extras import MakeExtras, RoundExtra
 from specdec.rounds.transfer import staging_bytes
+from specdec.selftest.kept import fingerprint, self_test_of
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
 from specdec.wrapped.group import Group
@@ -77,9 +80,11 @@ def load_parts(
     options = replace(options, draft_vocab=read_draft_vocab(options.draft_vocab))
     if draft is not None:
         check_head_type(draft)
-    opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
-    (model, checkpoint), draft = opened, pair.draft
-    tokenizer = open_tokenizer(options.tokenizer, checkpoint)
+    with parsed_once(target, options.gguf_file):
+        opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
+        (model, checkpoint), draft = opened, pair.draft
+        with uncollected():  # a vocabulary is a hundred thousand objects more
+            tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
         warn_user(busy)
@@ -91,9 +96,32 @@ def load_parts(
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras)
-    if isinstance(draft, (str, Path)):
+    named = (target, draft or "", options.tokenizer or "")
+    by_name = group.size == 1 and all(isinstance(each, (str, Path)) for each in named)
+    tests = self_test_of(options.self_test, fingerprint_of(parts, options) if by_name else None)
+    if isinstance(draft, (str, Path)) and tests.error is None:
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
-    return parts
+    return replace(parts, self_test=tests)
+
+
+_NOT_TESTED = ("self_test", "seed", "max_waiting_requests", "generation_config")
+"""Load options on which no self-test depends."""
+
+
+def fingerprint_of(parts: Parts, options: LoadOptions) -> str | None:
+    """See `specdec.selftest.kept.fingerprint`; None with code of others: the checkpoint's or a registered backend's."""
+    checkpoint, path = parts.checkpoint, None
+    own = type(parts.backend).__module__.startswith("attention.") and not options.trust_remote_code
+    if own and checkpoint is not None:
+        revision = {"local_files_only": True, "revision": checkpoint.revision}
+        path = cached_file(checkpoint.path, checkpoint.gguf_file or "config.json", **revision)
+    if path is None:
+        return None
+    files = [file for file in Path(path).parent.glob("*") if file.is_file()]
+    given = {name: value for name, value in vars(options).items() if name not in _NOT_TESTED}
+    # The size that memory decides differs a little from start to start, and no test reads that many tokens.
+    room = parts.cache_tokens.bit_length()
+    return fingerprint(parts.probed.model, parts.head, files, (path, given, room))
 
 
 def _open(

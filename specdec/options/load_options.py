@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 Use = Literal["model", "ignore"]
 """What of the model's own generation_config applies."""
+SelfTests = Literal["cached", "full", "quick"]
+"""How much a load tests."""
 _Options = TypeVar("_Options", bound="LoadOptions")
 _Class = TypeVar("_Class", bound=type)
 
@@ -188,6 +190,11 @@ class LoadOptions:
     )
     merge_adapter: OrAuto = _option(
         "auto", Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
+    )
+    self_test: SelfTests = _option(
+        "cached",
+        Choice(get_args(SelfTests)),
+        "cached: test the target unless an earlier start did, and nothing has changed; full: test; quick: short rows.",
     )
     trust_remote_code: bool = _option(False, Flag(), "Run the Python files of the target's checkpoint.")
     revision: str | None = _option(
