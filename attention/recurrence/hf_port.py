@@ -219,15 +219,12 @@ def recorded_recurrences(root: nn.Module) -> Iterator[list[RecurrentCall]]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
 
-    def serve() -> Mixing:
-        return partial(_recorded, calls, running[-1])
-
     hooks = [m.register_forward_pre_hook(enter) for m in candidates]
     hooks += [m.register_forward_hook(leave) for m in candidates]
     thread = get_ident()
     try:
         with replaced(modeling_files(candidates)):
-            _serving[thread] = serve
+            _serving[thread] = lambda: partial(_recorded, calls, running[-1])
             yield calls
     finally:
         _serving.pop(thread, None)
@@ -249,19 +246,16 @@ def _refuse_nested(calls: Sequence[RecurrentCall]) -> None:
         raise UnsupportedAttentionError(f"{type(order[0]).__name__} runs twice in one forward")
 
 
+_SPECS: dict[str, Callable[..., RecurrenceSpec]] = {
+    "short_conv": lambda x, weight, *_: ConvSpec(x.shape[1], weight.shape[1]),
+    "gated_delta": lambda q, k, v, g, *_: DeltaSpec(k.shape[1], v.shape[1], k.shape[2], v.shape[2], g.dim() == 3),
+    "ssd_scan": lambda x, dt, A, B, *_: SsdSpec(*x.shape[1:], *B.shape[1:]),
+    "selective_scan": lambda x, dt, A, B, *_: ScanSpec(x.shape[1], B.shape[1]),
+}
+"""What a call requires, by the recurrence's name and its inputs."""
+
+
 def _recorded(calls: list[RecurrentCall], module: nn.Module, name: str, *inputs: Any) -> Tensor:
     """Record the requirements of one call of this layer, and return zeros."""
-    spec: RecurrenceSpec
-    match name, inputs:
-        case "short_conv", (x, weight, *_):
-            spec = ConvSpec(x.shape[1], weight.shape[1])
-        case "gated_delta", (_, k, v, g, *_):
-            spec = DeltaSpec(k.shape[1], v.shape[1], k.shape[2], v.shape[2], g.dim() == 3)
-        case "ssd_scan", (x, _, _, b, *_):
-            spec = SsdSpec(x.shape[1], x.shape[2], b.shape[1], b.shape[2])
-        case "selective_scan", (x, _, _, b, *_):
-            spec = ScanSpec(x.shape[1], b.shape[1])
-        case _:
-            raise AssertionError(f"no recurrence is called {name}")
-    calls.append(RecurrentCall(module, spec))
+    calls.append(RecurrentCall(module, _SPECS[name](*inputs)))
     return empty_output(name, inputs).zero_()

@@ -18,6 +18,8 @@ from attention.recurrence.index import FoldRule, conv_ring_size
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Dimensions and dtype of a tensor of one slot."""
+Shapes = dict[str, Shape]
+"""The tensors of one slot by name."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ConvSpec:
     width: int
     kind = "short convolution"
 
-    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot by name."""
         return {"ring": ((conv_ring_size(self.width, rule.num_drafts), self.channels), dtype)}
 
@@ -51,7 +53,7 @@ class DeltaSpec:
         """Name of the recurrence, for people."""
         return "gated delta rule, a gate per channel" if self.vector_gate else "gated delta rule"
 
-    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot by name."""
         size, heads = rule.ring_size, self.num_v_heads
         gate = (size, heads, self.k_dim) if self.vector_gate else (size, heads)
@@ -74,7 +76,7 @@ class SsdSpec:
     num_states: int
     kind = "Mamba2 scan"
 
-    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot by name."""
         size = rule.ring_size
         return {
@@ -93,7 +95,7 @@ class ScanSpec:
     num_states: int
     kind = "Mamba1 scan"
 
-    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot by name."""
         size = rule.ring_size
         return {
@@ -144,7 +146,7 @@ class StateGroup:
         """When states are stored."""
         return fold_rule(self.specs, self.num_drafts)
 
-    def shapes(self, spec: RecurrenceSpec, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, spec: RecurrenceSpec, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot of a call by name, for a model of this dtype."""
         found = spec.shapes(self.rule, dtype)
         return {name: (dims, self.state_dtype if name == "state" else kind) for name, (dims, kind) in found.items()}

@@ -244,8 +244,7 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[CopyRange, ...
     """
     segments: list[CopyRange] = []
     for place, region in enumerate(local.regions):
-        for start, stop, source in _sources(local.rank, region, sources):
-            there = source.regions[source.by_name[region.name]]
+        for start, stop, source, there in _sources(local.rank, region, sources):
             _check_layout(region, there)
             at, own = there.offset_of(start), region.offset_of(start)
             length = (stop - start) * region.head_bytes
@@ -256,25 +255,25 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[CopyRange, ...
     return tuple(segments)
 
 
-def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tuple[int, int, RankTable]]:
-    """(first head, head after the last, rank that has them) for all heads of a local region, in as few pieces as there
-    are source ranks. Raises HandoffMismatchError: no rank has one of them."""
-    having = [source for source in sources if region.name in source.by_name]
+def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tuple[int, int, RankTable, Region]]:
+    """(first head, head after the last, rank that has them, its region) for all heads of a local region, in as few
+    pieces as there are source ranks. Raises HandoffMismatchError: no rank has one of them."""
+    having = [(s, s.regions[s.by_name[region.name]]) for s in sources if region.name in s.by_name]
     if not having:
         raise HandoffMismatchError(f"region {region.name}: the source has none of that name")
-    for source in having:
-        _check_stored(region, source.regions[source.by_name[region.name]])
-    found: list[tuple[int, int, RankTable]] = []
-    head, end = region.head0, region.head0 + region.heads
+    for _, there in having:
+        _check_stored(region, there)
+    found: list[tuple[int, int, RankTable, Region]] = []
+    head, end = region.head0, region.head_range.stop
     while head < end:
-        owners = [s for s in having if head in s.regions[s.by_name[region.name]].head_range]
+        owners = [own for own in having if head in own[1].head_range]
         if not owners:
             raise HandoffMismatchError(f"region {region.name}: head {head} is on no rank of the source")
         # One that holds just these heads has all of them, in any layout.
-        owners = [s for s in owners if s.regions[s.by_name[region.name]].head_range == region.head_range] or owners
-        source = owners[rank % len(owners)]
-        stop = min(end, source.regions[source.by_name[region.name]].head_range.stop)
-        found.append((head, stop, source))
+        owners = [own for own in owners if own[1].head_range == region.head_range] or owners
+        source, there = owners[rank % len(owners)]
+        stop = min(end, there.head_range.stop)
+        found.append((head, stop, source, there))
         head = stop
     return found
 

@@ -14,7 +14,7 @@ from attention.errors import InvalidInputError
 from drafters.base import Head, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport, ResolvedField
 from drafters.checkpoints.layouts import Layout
-from drafters.checkpoints.tensor_files import locate, open_folder, read_json
+from drafters.checkpoints.tensor_files import CheckpointPath, locate, open_folder, read_json
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _folder_of(model: PreTrainedModel) -> Path | None:
     return None if file is None else Path(file).parent
 
 
-def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
+def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
     """What its config.json says."""
     folder = open_folder(path)
     fields = tuple(ResolvedField(name, folder.config[name], name) for name in _FIELDS if name in folder.config)
@@ -134,7 +134,7 @@ def named_target(config: Config) -> str | None:
     return None
 
 
-def target_of(path: str | Path) -> str | None:
+def target_of(path: CheckpointPath) -> str | None:
     """None: it drafts for every target with its vocabulary."""
     return None
 
@@ -144,7 +144,7 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
     return ()
 
 
-def not_exportable(path: str | Path) -> str | None:
+def not_exportable(path: CheckpointPath) -> str | None:
     """Why it has no other layout."""
     return (
         "it is a whole language model: give it as the target or as a draft model, here and in other projects; HEAD "

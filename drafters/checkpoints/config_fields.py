@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -112,12 +112,13 @@ def _typed(key: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: str) -> ResolvedField:
-    """Resolve an optional module by its tensor; config flags that are set must agree.
+def by_presence(config: Config, tensors: Container[str], name: str, tensor: str, *keys: str) -> ResolvedField:
+    """Resolve an optional module by whether its tensor is among `tensors`; config flags that are set must agree.
 
     Raises:
         HeadLoadError: a flag disagrees.
     """
+    present = tensor in tensors
     for key in keys:
         flag = lookup(config, key)
         if flag is not None and bool(flag) != present:
@@ -170,21 +171,13 @@ def unread_fields(config: Config, known: Collection[str], layers_are_chosen: boo
             f"config.json says {_said(unread, listed)}: whether these are layers whose output is read or aux layers is "
             "not known of this key; choose by head_overrides, as aux_layers=[2, 16, 29] (b: the state after b layers)"
         )
-    told = {key: value for key, value in unread.items() if not _is(_ALWAYS, key) and not _is(_EXPORTERS, key)}
-    targets = [key for key in told if _is(_TARGETS, key)]
-    unknown = [key for key in told if key not in targets]
-    found = []
-    if targets:
-        found.append(
-            ResolvedField(
-                "keys of a target", _said(told, targets), "config.json: no engine reads them of an EAGLE head"
-            )
-        )
-    if unknown:
-        found.append(
-            ResolvedField(UNKNOWN, _said(told, unknown), "config.json: nothing here knows them; they change nothing")
-        )
-    return tuple(found)
+    told = {key for key in unread if not _is(_ALWAYS, key) and not _is(_EXPORTERS, key)}
+    targets = {key for key in told if _is(_TARGETS, key)}
+    kinds = {
+        "keys of a target": (targets, "config.json: no engine reads them of an EAGLE head"),
+        UNKNOWN: (told - targets, "config.json: nothing here knows them; they change nothing"),
+    }
+    return tuple(ResolvedField(name, _said(unread, keys), note) for name, (keys, note) in kinds.items() if keys)
 
 
 def _flat(config: Config) -> list[tuple[str, Any]]:
@@ -198,7 +191,7 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _object(config: Config, key: str) -> Mapping[str, Any]:
+def _object(config: Config, key: str) -> Config:
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -208,7 +201,7 @@ def _is(kind: re.Pattern[str], key: str) -> bool:
     return kind.fullmatch(key.removeprefix("transformer_layer_config.")) is not None
 
 
-def _said(values: Mapping[str, Any], keys: Collection[str]) -> str:
+def _said(values: Config, keys: Collection[str]) -> str:
     return ", ".join(f"{key} = {_short(values[key])}" for key in sorted(keys))
 
 

@@ -6,10 +6,9 @@ import tomllib
 from collections.abc import Iterable
 from enum import Enum
 from importlib.resources import files
-from pathlib import Path
 
 from drafters.checkpoints.config_fields import Config, Shapes, lookup
-from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
+from drafters.checkpoints.tensor_files import CheckpointFolder, CheckpointPath, locate, open_folder, read_json
 from drafters.errors import HeadLoadError
 
 PREFIXES = ("model.", "draft_model.", "module.")
@@ -78,7 +77,7 @@ def detect(config: Config, shapes: Shapes) -> Layout:
     return Layout.CAUSAL_LM if found is Layout.UNKNOWN and _is_whole(config, shapes) else found
 
 
-def layout_of(path: str | Path) -> Layout:
+def layout_of(path: CheckpointPath) -> Layout:
     """The family of a checkpoint, by config.json alone where that names it.
 
     Raises:

@@ -27,6 +27,10 @@ Json = dict[str, Any]
 """A JSON object."""
 StateDict = dict[str, Tensor]
 """Tensors by their names."""
+Names = Mapping[str, str]
+"""Names of tensors in the files, by other names."""
+CheckpointPath = str | Path
+"""A folder, or a model's name on the Hugging Face hub."""
 
 HUB_SECONDS = 3.0
 """How long the hub may take to answer the first request."""
@@ -80,7 +84,7 @@ _FOLDER = "a folder"
 _KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "a socket"}
 
 
-def locate(path: str | Path, revision: str | None = None) -> Path:
+def locate(path: CheckpointPath, revision: str | None = None) -> Path:
     """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
 
     revision: branch, tag or commit on the hub; a folder has none.
@@ -178,7 +182,7 @@ class CheckpointFolder:
     config: Json
     tensors: dict[str, TensorInfo]
 
-    def shapes(self, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, names: Names) -> dict[str, tuple[int, ...]]:
         """Shapes of tensors by other names; names: these -> names in the files."""
         return {name: self.tensors[full].shape for name, full in names.items()}
 
@@ -199,7 +203,7 @@ class CheckpointFolder:
         return loaded
 
 
-def open_folder(path: str | Path) -> CheckpointFolder:
+def open_folder(path: CheckpointPath) -> CheckpointFolder:
     """Read config.json and the list of tensors of a checkpoint (see `locate` for what `path` may be).
 
     Preferred is model.safetensors.index.json, then model.safetensors, then pytorch_model.bin.index.json, then

@@ -18,6 +18,8 @@ from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import (
     CheckpointFolder,
+    CheckpointPath,
+    Names,
     StateDict,
     filled,
     locate,
@@ -52,7 +54,7 @@ class _Opened:
 
     folder: CheckpointFolder
     layout: str
-    names: Mapping[str, str]
+    names: Names
     spec: Eagle3Spec
     fields: tuple[ResolvedField, ...]
 
@@ -73,7 +75,7 @@ class _Opened:
 
 
 def load_eagle(
-    path: str | Path,
+    path: CheckpointPath,
     target: TargetFacts,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -103,7 +105,7 @@ def load_eagle(
     return head
 
 
-def describe_eagle(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
+def describe_eagle(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
     """Resolve a head without loading its weights (the target's tensors may be on "meta").
 
     Raises:
@@ -136,7 +138,7 @@ def _deep_norms(weights: StateDict) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
 
 
-def check_kind(path: str | Path) -> Path:
+def check_kind(path: CheckpointPath) -> Path:
     """Refuse a head whose config.json names a kind that no loader here reads; return the folder of any other.
 
     Call it before looking for weights: some kinds keep them in other files.
@@ -167,7 +169,7 @@ class HeadFolder(NamedTuple):
     stray: list[str]
 
 
-def open_head(path: str | Path) -> HeadFolder:
+def open_head(path: CheckpointPath) -> HeadFolder:
     """Open a head's folder and detect its family.
 
     Raises:
@@ -181,7 +183,7 @@ def open_head(path: str | Path) -> HeadFolder:
     return HeadFolder(folder, layout, list(short), stray)
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
     found = open_head(path)
     try:
         opened = _resolved(found, target, overrides)
@@ -248,7 +250,7 @@ STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Names of dtypes in safetensors."""
 
 
-def target_of_files(path: str | Path, overrides: Eagle3Overrides) -> TargetFacts:
+def target_of_files(path: CheckpointPath, overrides: Eagle3Overrides) -> TargetFacts:
     """Facts of the target that the own files of an EAGLE head imply, with tensors of zeros that take no memory.
 
     The number of layers is a guess that no choice depends on: a head whose aux layers follow from it is refused.
@@ -277,7 +279,7 @@ def target_of_files(path: str | Path, overrides: Eagle3Overrides) -> TargetFacts
     return TargetFacts(hidden, vocab, max(layers, said if type(said) is int else 0), zeros, zeros)
 
 
-def stored_dtype(path: str | Path) -> torch.dtype:
+def stored_dtype(path: CheckpointPath) -> torch.dtype:
     """Dtype of a head's weights on disk (of its final norm); float32 for any that is no plain one."""
     found: Mapping[str, str] = {name: info.dtype for name, info in open_head(path).folder.tensors.items()}
     dtype = next((found[name] for name in found if name.split(".")[-2:] == ["norm", "weight"]), "F32")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout
-from drafters.checkpoints.tensor_files import read_json
+from drafters.checkpoints.tensor_files import CheckpointPath, read_json
 from drafters.eagle3.checkpoint import (
     check_kind,
     describe_eagle,
@@ -32,7 +31,7 @@ from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.rope import RopeSpec
 
 
-def load_head(path: str | Path, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> Eagle3Head:
+def load_head(path: CheckpointPath, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> Eagle3Head:
     """Load the head for a target, in its dtype and on its device.
 
     Raises:
@@ -42,7 +41,7 @@ def load_head(path: str | Path, model: PreTrainedModel, facts: LazyFacts, option
     return load_eagle(path, facts(), model.dtype, model.device, overrides)
 
 
-def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
+def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
     """Resolve the head by its own files, without a target.
 
     Raises:
@@ -52,7 +51,7 @@ def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
     return describe_eagle(path, target_of_files(path, overrides), overrides)
 
 
-def target_of(path: str | Path) -> str | None:
+def target_of(path: CheckpointPath) -> str | None:
     """The target that a head was made for, by its own config.json; None where that names none.
 
     Raises:
@@ -62,7 +61,7 @@ def target_of(path: str | Path) -> str | None:
     return named_target(read_json(check_kind(path) / "config.json"))
 
 
-def not_exportable(path: str | Path) -> str | None:
+def not_exportable(path: CheckpointPath) -> str | None:
     """Why a head cannot be written in the layout of another project; None where it is an EAGLE-3 head."""
     if open_head(path).layout is Layout.EAGLE1:
         return "it is an EAGLE-1 or EAGLE-2 head, which neither layout holds; give an EAGLE-3 head"

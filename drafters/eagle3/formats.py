@@ -193,25 +193,21 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         HeadLoadError: no list of numbers, several that disagree, or DeepSpec's with the target's last layer.
         HeadMismatchError: a layer that the target does not have.
     """
-    if overrides.aux_layers is not None:
-        field = ResolvedField("aux_layers", overrides.aux_layers, "chosen by the user")
-        _check_aux_layers(config, field, num_layers)
-        return field
-    used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
-    if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
-        return ResolvedField("aux_layers", (FINAL_NORM,), used.source)
-    listed = _listed_layers(config, num_layers, model_type)
-    if len(set(listed.values())) > 1:
-        raise HeadLoadError(
-            f"config.json names different aux layers: {listed} (as numbered here); choose by head_overrides, as "
-            '{"aux_layers": […]}'
-        )
-    if listed:
-        field = ResolvedField("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
-    else:
-        field = ResolvedField("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
-    _check_aux_layers(config, field, num_layers)
-    return field
+    layers, source = overrides.aux_layers, "chosen by the user"
+    if layers is None:
+        used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
+        if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
+            return ResolvedField("aux_layers", (FINAL_NORM,), used.source)
+        listed = _listed_layers(config, num_layers, model_type)
+        if len(set(listed.values())) > 1:
+            raise HeadLoadError(
+                f"config.json names different aux layers: {listed} (as numbered here); choose by head_overrides, as "
+                '{"aux_layers": […]}'
+            )
+        layers = next(iter(listed.values()), None) or default_aux_layers(num_layers)
+        source = "config " + ", ".join(listed) if listed else "default 2, N//2, N-3"
+    _check_aux_layers(config, layers, num_layers)
+    return ResolvedField("aux_layers", layers, source)
 
 
 def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str, tuple[int, ...]]:
@@ -238,9 +234,9 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
     return listed
 
 
-def _check_aux_layers(config: Config, field: ResolvedField, num_layers: int) -> None:
-    if max(field.value) > num_layers:
-        raise HeadMismatchError(f"the head reads aux layers {field.value}, this target has {num_layers} layers")
+def _check_aux_layers(config: Config, layers: tuple[int, ...], num_layers: int) -> None:
+    if max(layers) > num_layers:
+        raise HeadMismatchError(f"the head reads aux layers {layers}, this target has {num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")
-    if count is not None and count != len(field.value):
-        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {field.value}")
+    if count not in (None, len(layers)):
+        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {layers}")

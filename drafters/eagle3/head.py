@@ -35,8 +35,8 @@ class Eagle3Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.o_bias)
-        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        norm = partial(nn.RMSNorm, spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, y: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""
@@ -63,6 +63,10 @@ class Eagle3MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def _norm(spec: Eagle3Spec) -> nn.RMSNorm:
+    return nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+
+
 class Eagle3Layer(nn.Module):
     """The first layer: attention over [embedding, hidden], so q, k and v read 2H.
 
@@ -72,20 +76,13 @@ class Eagle3Layer(nn.Module):
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
         self.norm_before_residual = spec.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.input_layernorm = _norm(spec)
+        self.hidden_norm = _norm(spec)
         self.self_attn = Eagle3Attention(spec, index=0, input_size=2 * spec.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.post_attention_layernorm = _norm(spec)
         self.mlp = Eagle3MLP(spec)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        cos_sin: CosSin,
-        attend: Attend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the selected rows [R] int64."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -101,13 +98,12 @@ class PlainLayer(nn.Module):
     def __init__(self, spec: Eagle3Spec, index: int, first_norm: bool = True) -> None:
         """first_norm: False for a layer that reads its input as it is (the first of an EAGLE-1 head)."""
         super().__init__()
-        norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps) if first_norm else nn.Identity()
-        self.input_layernorm = norm
+        self.input_layernorm = _norm(spec) if first_norm else nn.Identity()
         self.self_attn = Eagle3Attention(spec, index, input_size=spec.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.post_attention_layernorm = _norm(spec)
         self.mlp = Eagle3MLP(spec)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """[T, H] -> [T, H], or [R, H] of the selected rows [R] int64."""
         residual = x if rows is None else x.index_select(0, rows)
         x = residual + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
@@ -207,7 +203,7 @@ class Eagle3Head(nn.Module):
             self.fc_norm = nn.ModuleList(norms)
         self.midlayer = Eagle3Layer(spec)
         self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(1, spec.num_layers)})
-        self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.norm = _norm(spec)
         if spec.own_lm_head:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 

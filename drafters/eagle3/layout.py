@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
@@ -108,12 +110,8 @@ def _layer_fields(config: Config, shapes: Shapes, target: TargetFacts, first_pos
         HeadLoadError, HeadMismatchError: see `resolve_spec`.
     """
     _refuse_unsupported(config)
-    layers = _num_layers(config, shapes, target)
-
-    def present(name: str, tensor: str, *keys: str) -> ResolvedField:
-        return by_presence(config, name, tensor, tensor in shapes, *keys)
-
-    attention = "midlayer.self_attn."
+    layers, attention = _num_layers(config, shapes, target), "midlayer.self_attn."
+    present = partial(by_presence, config, shapes)
     return [
         *_sizes(config, target),
         layers,
@@ -147,7 +145,7 @@ def resolve_eagle1(
             "its own output"
         )
     config, norm = overrides.applied(flattened(config)), "midlayer.input_layernorm.weight"
-    fields = (*_layer_fields(config, shapes, target), by_presence(config, "first_norm", norm, norm in shapes))
+    fields = (*_layer_fields(config, shapes, target), by_presence(config, shapes, "first_norm", norm))
     values = {field.name: field.value for field in fields}
     return Eagle1Spec(**values, draft_vocab_size=values["vocab_size"]), fields
 
@@ -171,18 +169,15 @@ def _refuse_unsupported(config: Config) -> None:
                 f"config.json says {key} = {steps!r}: the head drafts several tokens at once by heads of their own "
                 "(parallel_draft_heads), which is not supported"
             )
-    for key in UNSUPPORTED:
-        if lookup(config, key):
-            raise HeadLoadError(
-                f"config.json says {key} = {lookup(config, key)!r}, which is not supported; if the head was made "
-                f"without it, give head_overrides {key}=false"
-            )
-    for key in MTP_LAYERNORM:
-        if lookup(config, key):
-            raise HeadLoadError(
-                f"config.json says {key} = {lookup(config, key)!r}: the head normalises its inputs like a "
-                "multi-token-prediction module (enorm, hnorm), which is not supported for EAGLE-3 heads"
-            )
+    for key in (*UNSUPPORTED, *MTP_LAYERNORM):
+        if value := lookup(config, key):
+            reason = f", which is not supported; if the head was made without it, give head_overrides {key}=false"
+            if key in MTP_LAYERNORM:
+                reason = (
+                    ": the head normalises its inputs like a multi-token-prediction module (enorm, hnorm), which is "
+                    "not supported for EAGLE-3 heads"
+                )
+            raise HeadLoadError(f"config.json says {key} = {value!r}{reason}")
 
 
 def _refuse_deep_fusion(shapes: Shapes) -> None:
@@ -259,23 +254,17 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[ResolvedField]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    return [draft, _own_embed(shapes), ResolvedField("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes))]
+    return [draft, _own_embed(shapes), by_presence({}, shapes, "own_lm_head", "lm_head.weight")]
 
 
 def _own_embed(shapes: Shapes) -> ResolvedField:
-    own = "embed_tokens.weight" in shapes
-    unscaled = "" if own else ": the target's rows, without the factor that some targets (Gemma) multiply them by"
-    return ResolvedField("own_embed", own, _presence("embed_tokens.weight", shapes) + unscaled)
-
-
-def _presence(name: str, shapes: Shapes) -> str:
-    return f"{name} {'present' if name in shapes else 'absent'}"
+    own = by_presence({}, shapes, "own_embed", EMBEDDING)
+    unscaled = "" if own.value else ": the target's rows, without the factor that some targets (Gemma) multiply them by"
+    return replace(own, source=own.source + unscaled)
 
 
 def _modules(config: Config, shapes: Shapes) -> list[ResolvedField]:
-    def present(name: str, tensor: str, *keys: str) -> ResolvedField:
-        return by_presence(config, name, tensor, tensor in shapes, *keys)
-
+    present = partial(by_presence, config, shapes)
     for tensor, key in _MODELOPT_FLAGS.items():
         present(tensor, tensor, key)  # the tensor is needed anyway: only for a flag that contradicts it
     return [

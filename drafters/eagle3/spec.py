@@ -65,10 +65,6 @@ class Eagle3Spec:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
-        self._check_sizes()
-        self._check_aux_layers()
-
-    def _check_sizes(self) -> None:
         self.check_layers("EAGLE-3", "target_hidden_size", "draft_vocab_size", "num_layers")
         if self.draft_vocab_size > self.vocab_size:
             raise InvalidInputError(f"draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}")
@@ -77,6 +73,7 @@ class Eagle3Spec:
                 f"a head of width {self.hidden_size} on a target of width {self.target_hidden_size} "
                 "needs its own embed_tokens"
             )
+        self._check_aux_layers()
 
     def _check_aux_layers(self) -> None:
         aux_layers = self.aux_layers

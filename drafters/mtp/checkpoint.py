@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +12,15 @@ from torch import Tensor
 
 from drafters.checkpoints.config_fields import HeadReport, ResolvedField, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, layout_of_folder
-from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict, filled, open_folder, write_tensors
+from drafters.checkpoints.tensor_files import (
+    CheckpointFolder,
+    CheckpointPath,
+    Names,
+    StateDict,
+    filled,
+    open_folder,
+    write_tensors,
+)
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.formats import (
@@ -40,7 +47,7 @@ _COMPARED_ROWS = 64
 
 
 def load_mtp(
-    path: str | Path,
+    path: CheckpointPath,
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -68,7 +75,7 @@ def load_mtp(
         raise HeadLoadError(f"{folder.path}: {form.name} module: {error}") from error
 
 
-def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
+def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
     """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
 
     Raises:
@@ -85,6 +92,7 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
         kinds = [attention_of(target.config, m) for m in range(len(modules))]
         fields.append(ResolvedField("attention", ", ".join(dict.fromkeys(kind for kind, _ in kinds)), kinds[0][1]))
     first = {form.rename(rest) for rest in modules[0]}
+    experts = {"*.experts.*" for name in first if ".experts." in name}
     by_format, option = f"{form.name} checkpoints are read so", "option mtp_concat"
     order = "hidden_first" if how.hidden_first(form.hidden_first) else "embedding_first"
     fields += [
@@ -92,17 +100,15 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
         ResolvedField(
             "feedback", how.feedback, "default" if how.feedback == MtpConvention().feedback else "option mtp_feedback"
         ),
-        by_presence({}, "final_norm", "norm.weight", "norm.weight" in first),
-        by_presence({}, "projection_bias", "eh_proj.bias", "eh_proj.bias" in first),
-        by_presence({}, "experts", "*.experts.*", any(".experts." in name for name in first)),
+        by_presence({}, first, "final_norm", "norm.weight"),
+        by_presence({}, first, "projection_bias", "eh_proj.bias"),
+        by_presence({}, experts, "experts", "*.experts.*"),
     ]
     sizes = (torch.Size(folder.tensors[full].shape).numel() for names in modules for full in names.values())
     return HeadReport(folder.path, f"multi-token prediction, {form.name} names", tuple(fields), sum(sizes))
 
 
-def _module_fields(
-    folder: CheckpointFolder, form: MtpFormat, names: Mapping[str, str], start: str
-) -> list[ResolvedField]:
+def _module_fields(folder: CheckpointFolder, form: MtpFormat, names: Names, start: str) -> list[ResolvedField]:
     """Fields with the files of a module's tensors, and the tensors that are taken from the target instead."""
     own = {rest: full for rest, full in names.items() if rest not in _SHARED}
     files = sorted({folder.tensors[full].file.name for full in own.values()})
@@ -116,7 +122,7 @@ def _module_fields(
     ]
 
 
-def _start(names: Mapping[str, str]) -> str:
+def _start(names: Names) -> str:
     """Prefix of a module's tensor names in the files: "model.layers.61."."""
     rest, full = next(iter(names.items()))
     return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
@@ -181,14 +187,14 @@ def _format_of(folder: CheckpointFolder) -> MtpFormat:
     )
 
 
-def _opened(path: str | Path, target: MtpTarget) -> tuple[CheckpointFolder, MtpFormat, list[dict[str, str]]]:
+def _opened(path: CheckpointPath, target: MtpTarget) -> tuple[CheckpointFolder, MtpFormat, list[Names]]:
     """A checkpoint, its format, and its modules' tensors, see `_modules`. Raises HeadLoadError: it has none."""
     folder = open_folder(path)
     form = _format_of(folder).of(target.config)
     return folder, form, _modules(folder, form, target.num_layers)
 
 
-def _modules(folder: CheckpointFolder, form: MtpFormat, num_layers: int) -> list[dict[str, str]]:
+def _modules(folder: CheckpointFolder, form: MtpFormat, num_layers: int) -> list[Names]:
     """For every module, in order, its tensors' names inside it -> names in the files."""
     found: dict[int, dict[str, str]] = {}
     for full in folder.tensors:
@@ -218,45 +224,35 @@ def _load_module(
     folder: CheckpointFolder,
     form: MtpFormat,
     module: int,
-    names: Mapping[str, str],
+    names: Names,
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
     convention: MtpConvention,
 ) -> MtpHead:
-    shared = {rest: full for rest, full in names.items() if rest in _SHARED}
-    for rest, full in shared.items():
-        _check_shared(folder, full, getattr(target, _SHARED[rest]), _SHARED[rest])
-    stored = folder.load(full for rest, full in names.items() if rest not in shared)
-    weights = {form.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
+    own = {rest: full for rest, full in names.items() if rest not in _SHARED}
+    for rest, what in _SHARED.items():
+        if rest in names:
+            _check_shared(folder, names[rest], getattr(target, what), what)
+    stored = folder.load(own.values())
+    weights = {form.rename(rest): stored[full] for rest, full in own.items()}
     weights = as_modules_are_named(weights, target.config.model_type)
     rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
     weights = stack_experts(dequantise(weights, (int(rows), int(columns))))
-    mixers = mixers_of(target.config) if form.numbered else ()
-    attention = "full_attention" if mixers else attention_of(target.config, module)[0]
-    head = MtpHead(_spec(form, weights, convention, mixers, attention), target, torch.device("meta"))
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
-    cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
-    return filled(head, cast)
-
-
-def _spec(
-    form: MtpFormat,
-    weights: StateDict,
-    convention: MtpConvention,
-    mixers: tuple[str, ...],
-    attention: str,
-) -> MtpSpec:
-    return MtpSpec(
+    spec = MtpSpec(
         hidden_first=convention.hidden_first(form.hidden_first),
         final_norm="norm.weight" in weights or form is not ERNIE,
         feedback=convention.feedback,
         projection_bias="eh_proj.bias" in weights,
         experts=any(".experts." in name for name in weights),
-        mixers=mixers,
-        attention=attention,
+        mixers=mixers_of(target.config) if form.numbered else (),
+        attention="full_attention" if form.numbered else attention_of(target.config, module)[0],
     )
+    head = MtpHead(spec, target, torch.device("meta"))
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
+    cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
+    return filled(head, cast)
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

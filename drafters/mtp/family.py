@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
-from drafters.checkpoints.tensor_files import locate
+from drafters.checkpoints.tensor_files import CheckpointPath, locate
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, load_mtp, save_mtp
 from drafters.mtp.convention import MtpConvention
@@ -20,7 +19,9 @@ from drafters.mtp.head import MtpHead, MtpStack
 from drafters.mtp.spec import mtp_target
 
 
-def load_head(path: str | Path, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> MtpHead | MtpStack:
+def load_head(
+    path: CheckpointPath, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions
+) -> MtpHead | MtpStack:
     """Load the modules of a checkpoint for a target, in its dtype and on its device.
 
     Raises:
@@ -33,7 +34,7 @@ def load_head(path: str | Path, model: PreTrainedModel, facts: LazyFacts, option
     return head
 
 
-def describe_head(path: str | Path, options: FamilyOptions) -> HeadReport:
+def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
     """Raises InvalidInputError: a module's files do not suffice without its target."""
     raise InvalidInputError(f"{path}: a multi-token-prediction module is read with its target: give --target")
 
@@ -43,7 +44,7 @@ def named_target(config: Config) -> str | None:
     return None
 
 
-def target_of(path: str | Path) -> str | None:
+def target_of(path: CheckpointPath) -> str | None:
     """The checkpoint that holds a module, if it is a whole model."""
     return str(path) if (locate(path) / "tokenizer_config.json").exists() else None
 
@@ -53,7 +54,7 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
     return ()
 
 
-def not_exportable(path: str | Path) -> str | None:
+def not_exportable(path: CheckpointPath) -> str | None:
     """Why a module cannot be written in the layout of another project."""
     return (
         "a multi-token-prediction module has no layout of its own: vLLM and SGLang read it from the target's "

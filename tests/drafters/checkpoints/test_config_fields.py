@@ -44,10 +44,11 @@ def test_a_field_that_cannot_be_resolved_is_refused(name: str, kind: type, keys:
 
 @pytest.mark.parametrize("present", [True, False])
 def test_a_tensor_decides_and_a_flag_must_agree(present: bool) -> None:
-    field = by_presence({"flag": present}, "norm", "norm.weight", present, "flag", "absent")
+    tensors = ["norm.weight"] if present else ["other.weight"]
+    field = by_presence({"flag": present}, tensors, "norm", "norm.weight", "flag", "absent")
     assert field == ResolvedField("norm", present, f"norm.weight {'present' if present else 'absent'}")
     with pytest.raises(HeadLoadError, match=f"says flag = {not present}, but the checkpoint has.* norm.weight"):
-        by_presence({"flag": not present}, "norm", "norm.weight", present, "flag")
+        by_presence({"flag": not present}, tensors, "norm", "norm.weight", "flag")
 
 
 def test_all_tensors_that_differ_are_named_at_once() -> None:
