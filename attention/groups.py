@@ -24,7 +24,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
-from attention.spec import AttentionSpec, Reach
+from attention.spec import AttentionSpec, Reach, Windows
 
 
 def reaches_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[Reach, ...]:
@@ -60,7 +60,7 @@ def layers_by_group(specs: Sequence[AttentionSpec], reaches: Sequence[Reach]) ->
     return tuple(map(tuple, groups))
 
 
-def split_group(group: CacheGroup, windowed: Sequence[tuple[Reach, int]]) -> tuple[CacheGroup, ...]:
+def split_group(group: CacheGroup, windowed: Windows) -> tuple[CacheGroup, ...]:
     """A group of all layers as the first group and one for each of `windowed`, pairs (reach, pages of its pool).
 
     Raises:
@@ -95,7 +95,7 @@ class GroupedRunner:
         self,
         backend: AttentionBackend,
         group: CacheGroup,
-        windowed: Sequence[tuple[Reach, int]],
+        windowed: Windows,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -158,7 +158,7 @@ Runner = GroupRunner | GroupedRunner
 def runner_of(
     backend: AttentionBackend,
     group: CacheGroup,
-    windowed: Sequence[tuple[Reach, int]],
+    windowed: Windows,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -35,6 +36,10 @@ class Reach(NamedTuple):
     def __str__(self) -> str:
         """The name in messages and names of groups."""
         return f"window {self.tokens}" if self.step == 1 else f"chunks of {self.tokens}"
+
+
+Windows = Sequence[tuple[Reach, int]]
+"""The reach of each windowed group, and the pages of its pool."""
 
 
 @dataclass(frozen=True)

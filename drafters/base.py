@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 FINAL_NORM = -1
 """Aux layer of the target's state after its final norm (the input of lm_head). Other aux layers are numbers b >= 0: the
 residual stream after b decoder layers (0 = embeddings)."""
+Layers = tuple[int, ...]
+"""Numbers of layers, ascending."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Head(Protocol):
 
     attention_specs: tuple[AttentionSpec, ...]
     """One per attention layer of the head."""
-    aux_layers: tuple[int, ...]
+    aux_layers: Layers
     """The target states that it reads, concatenated in this order: aux layers, or FINAL_NORM."""
     hidden_size: int
     draft_vocab_size: int
@@ -157,7 +159,7 @@ class Recipe(Generic[TrainedHead]):
         initial: the trained head to continue from, or None.
     """
 
-    aux_layers: tuple[int, ...]
+    aux_layers: Layers
     settings: Mapping[str, Any]
     start: Callable[[Callable[[int], Tensor]], TrainedHead]
     finished: Callable[[TrainedHead], Head]

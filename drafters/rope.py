@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drafters.errors import HeadLoadError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+Scaling = tuple[tuple[str, float | bool], ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RopeSpec:
     theta: float = 10000.0
     kind: str = "default"
     max_positions: int = 2048
-    scaling: tuple[tuple[str, float | bool], ...] = ()
+    scaling: Scaling = ()
     first_position: int = 0
 
     def __str__(self) -> str:

@@ -319,17 +319,15 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, d
         raise UnsupportedAttentionError(
             f"{where} takes page sizes that {LEAST_KEYS} divides; given {group.page_size}{elsewhere}"
         )
-    elements = group.num_pages * group.page_size * key.num_kv_heads * max(key.head_dim_k, key.head_dim_v)
+    elements = group.num_pages * group.page_size * key.num_kv_heads * max(dims)
     if elements >= 2**31:
         raise UnsupportedAttentionError(
             f"{where} addresses a layer's keys by 32 bits, at most {2**31 - 1:,} numbers; given {elements:,}: lower "
             "kv_cache_tokens"
         )
-    if group.format.dtype == FP8 and not _reads_8_bits(device):
+    if group.format.dtype == FP8 and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY
+    ):
         raise UnsupportedAttentionError(
             f"{where} reads caches in 8 bits on NVIDIA GPUs from compute capability 8.9 on; use kv_cache_dtype='auto'"
         )
-
-
-def _reads_8_bits(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY

@@ -25,9 +25,11 @@ _TILE_BYTES = 16 << 10
 """Most bytes of a tile of keys, so that keys, values and two stages of loading fit any GPU's shared memory."""
 _DIRECT = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 """torch's switch for the eager form (torch 2.11 to 2.13)."""
-Compiler = str | Callable[..., Any]
+Function = Callable[..., Any]
+Compiler = str | Function
 """A backend of torch.compile."""
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
+Attended = tuple[Tensor, Tensor | None]
+Attend = Callable[..., Attended]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def function_of(kernel: FlexKernel) -> Attend:
 
     width = tile_width(kernel)  # here, because the compiler cannot trace a greatest common divisor
 
-    def attend(*arguments: Tensor) -> tuple[Tensor, Tensor | None]:
+    def attend(*arguments: Tensor) -> Attended:
         if kernel.compiler is not None and not torch.compiler.is_compiling():
             raise UnsupportedAttentionError("FlexAttention is called where torch's compiler is switched off")
         return attend_blocks(kernel, width, *arguments)
@@ -87,7 +89,7 @@ def attend_blocks(
     position: Tensor,
     slopes: Tensor | None = None,
     head: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Attention of packed queries, and the logarithm of their sums where a sink joins them.
 
     Args:
@@ -159,7 +161,7 @@ def _modification(
     return modified
 
 
-def _set_up(function: Callable[..., Any]) -> Callable[..., Any]:
+def _set_up(function: Function) -> Function:
     """The function; where a call compiles it, sizes of tensors are variables and all other numbers constants.
 
     Two sizes that happen to be equal at that call stay two. Any call may compile, not only the first.
@@ -173,7 +175,7 @@ def _set_up(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled(function: Function) -> Function:
     """The function in torch's eager form, which otherwise compiles as well, only to run operator by operator."""
 
     def call(*arguments: Tensor) -> Any:

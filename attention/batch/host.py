@@ -319,6 +319,15 @@ def offsets_within(counts: np.ndarray) -> np.ndarray:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def starts_of(lens: np.ndarray) -> np.ndarray:
+    """Where each of some pieces of lens [B] begins, one after the other, and where the last one ends: [B+1] int64.
+
+    >>> starts_of(np.array([2, 0, 3])).tolist()
+    [0, 2, 2, 5]
+    """
+    return np.concatenate([[0], np.cumsum(lens)])
+
+
 def flat_pages(block_table: np.ndarray, page_counts: np.ndarray) -> np.ndarray:
     """Concatenate the first page_counts[i] entries of every row of block_table [B, P] -> [sum(page_counts)] int32.
 

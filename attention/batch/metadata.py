@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic
 
 import numpy as np
@@ -135,24 +136,18 @@ class BatchSection:
     """One HostBatch in an arena: its arrays, its further cache groups' and its extras' arrays.
 
     Attributes:
-        fields: places of the arrays. extras: the sections of its extras.
+        fields: places of the arrays. extras: the sections of its extras. sizes: `batch_sizes` of this name.
     """
 
     def __init__(self, name: str, num_groups: int = 0, extras: Sequence[MakeSection] = (), table: bool = True) -> None:
         """extras: factories of the extras' sections. table: whether to send the block table; fixed shapes do not."""
-        self._name = name
+        self.sizes = partial(batch_sizes, name)
         self._own = Section(BatchArrays, name, () if table else ("block_table",))
         shared = {dim: f"{name}.{dim}" for dim in ("rows", "rows_plus_1", "tokens")}
         self._groups = tuple(Section(GroupArrays, f"{name}.group{n}", shared=shared) for n in range(1, num_groups + 1))
         self.extras = tuple(make(name, shared) for make in extras)
         sections: tuple[Section[Any] | ExtraSection, ...] = (self._own, *self._groups, *self.extras)
         self.fields = tuple(field for section in sections for field in section.fields)
-
-    def sizes(
-        self, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
-    ) -> dict[str, int]:
-        """See `batch_sizes`."""
-        return batch_sizes(self._name, rows, tokens, pages, entries, groups)
 
     def values(self, batch: HostBatch) -> Arrays:
         """The arrays of a batch, by their names in the arena."""
@@ -189,7 +184,7 @@ class BatchSection:
 
 
 def batch_sizes(
-    name: str, rows: int, tokens: int, pages: int, entries: int | None, groups: Sequence[int]
+    name: str, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
 ) -> dict[str, int]:
     """Sizes of the dimensions of a `BatchSection` of this name for at most these rows, tokens and pages per row.
 

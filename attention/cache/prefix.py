@@ -26,13 +26,14 @@ import numpy as np
 from attention.cache.pages import PageAllocator
 from attention.cache.windowed import first_needed_page
 from attention.checking import require
-from attention.spec import Reach
+from attention.spec import Windows
 
 _NO_PAGE = 0
 """The null page is never registered."""
 _ANY = b""
 """The continuation of a page that the head has not read: it serves whatever follows."""
 _ID_BYTES = 4
+Pages = tuple[int, ...]
 
 
 class _Node:
@@ -83,9 +84,9 @@ class Found:
     """
 
     num_pages: int = 0
-    pages: tuple[int, ...] = ()
-    head_pages: tuple[int, ...] = ()
-    windowed: tuple[tuple[int, ...], ...] = ()
+    pages: Pages = ()
+    head_pages: Pages = ()
+    windowed: tuple[Pages, ...] = ()
 
 
 NOTHING = Found()
@@ -110,7 +111,7 @@ class PrefixCache:
         num_pages: int,
         num_head_pages: int | None = None,
         num_following: int = 1,
-        windows: Sequence[tuple[Reach, int]] = (),
+        windows: Windows = (),
     ) -> None:
         """
         Args:
@@ -287,7 +288,7 @@ class PrefixCache:
             most = max(lacking)
         return most
 
-    def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
+    def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[Pages, ...]:
         """For each group the pages that the token after these sees."""
         firsts = (first_needed_page(reach, len(taken) * self.page_size, self.page_size) for reach in self._reaches)
         return tuple(tuple(e.node.windowed[g] for e in taken[first:]) for g, first in enumerate(firsts))

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from attention.batch.metadata import CommonAttentionMetadata
 
+Padding = tuple[Tensor, int]
+"""Slots of the tokens of a launch, and the size of a page."""
+
 
 class _Known(threading.local):
     slots: Tensor | None = None
@@ -33,7 +36,7 @@ def padding_known(metadata: CommonAttentionMetadata) -> Iterator[None]:
         _known.slots, _known.page_size = before
 
 
-def padding_among(num_tokens: int) -> tuple[Tensor, int] | None:
+def padding_among(num_tokens: int) -> Padding | None:
     """Slots [T] of the tokens that a launch reads, and the size of a page: slots below it are padding's. None where
     they are not known."""
     slots = _known.slots

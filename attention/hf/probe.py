@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
@@ -87,7 +87,9 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
-    if takes_selection := _takes(model.forward, "logits_to_keep"):
+    parameters = inspect.signature(model.forward).parameters
+    takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if takes_selection := takes_more or "logits_to_keep" in parameters:
         inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
     with torch.no_grad(), recorded_calls(model) as calls, _recorded_recurrences(model) as recurrent:
         logits = model(**inputs, use_cache=False).logits
@@ -109,12 +111,6 @@ def _recorded_recurrences(model: PreTrainedModel) -> AbstractContextManager[list
     except ImportError as error:
         raise UnsupportedAttentionError(f"recurrent layers need attention.recurrence: {error}") from error
     return recorded_recurrences(model)
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with a keyword argument of this name."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 @contextmanager

@@ -29,8 +29,10 @@ _CHUNK, _VECTOR_CHUNK = 64, 16
 """Tokens of a chunk. With a gate per channel the decays between two tokens are vectors, so fewer."""
 _NORM_EPS = 1e-6
 
-Scan = Callable[[Padded, Tensor], tuple[Tensor, Tensor]]
-"""A scan over some inputs of each row, from states [B, …]: outputs [B, L, …], and the states after them."""
+Scanned = tuple[Tensor, Tensor]
+"""Outputs [B, L, …] of a scan, and the states [B, …] after them."""
+Scan = Callable[[Padded, Tensor], Scanned]
+"""A scan over some inputs of each row, from states [B, …]."""
 
 
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, ring: Tensor, rows: StateRows) -> Tensor:
@@ -88,7 +90,7 @@ def gated_delta(
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS) if normalize else x
         return x.repeat_interleave(repeat, dim=2) if repeat > 1 else x
 
-    def scan(span: Padded, before: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(span: Padded, before: Tensor) -> Scanned:
         queries = heads(span.gathered(q), l2_normalize) * scale
         keys = heads(span.gathered(k, ring.k), l2_normalize)
         inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
@@ -112,7 +114,7 @@ def ssd_scan(
     """
     repeat = x.shape[1] // B.shape[1]
 
-    def scan(span: Padded, before: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(span: Padded, before: Tensor) -> Scanned:
         b, c = span.gathered(B, ring.B), span.gathered(C)
         b, c = (each.repeat_interleave(repeat, dim=2) if repeat > 1 else each for each in (b, c))
         inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
@@ -136,7 +138,7 @@ def selective_scan(
         [T, C] float32.
     """
 
-    def scan(span: Padded, before: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(span: Padded, before: Tensor) -> Scanned:
         inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
         b, c = span.gathered(B, ring.B), span.gathered(C)
         outputs = []
@@ -181,7 +183,7 @@ def _two_phases(
 def _scan_in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
     corrects: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Scanned:  # fmt: skip
     """The gated delta rule; or Mamba2's scan, without a correction of v by what the state knows.
 
     q, k [B, L, H, Dk], v [B, L, H, Dv], g [B, L, H] or [B, L, H, Dk], beta [B, L, H], state [B, H, Dv, Dk], all
@@ -201,7 +203,7 @@ def _scan_in_chunks(
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
     corrects: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Scanned:  # fmt: skip
     """One chunk [B, H, c, …]: u = beta v, or solves (1 + tril(beta K Kᵀ decay, -1)) u = beta (v - K exp(sum g) Sᵀ)."""
     total = g.cumsum(2)  # [B, H, c, 1 or Dk]
     later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)

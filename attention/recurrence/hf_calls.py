@@ -89,8 +89,7 @@ def _selective(
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
         dt = F.softplus(dt)
-    by_token = (x[0].transpose(0, 1) for x in (hidden_states, dt.float(), B, C))
-    x, step, b, c = by_token
+    x, step, b, c = (x[0].transpose(0, 1) for x in (hidden_states, dt.float(), B, C))
     y = mixing("selective_scan", x, step, A.float(), b, c, D).transpose(0, 1)[None]
     return y if z is None else y * F.silu(z)
 

@@ -28,6 +28,7 @@ from attention.recurrence.runner import Recur, empty_output
 from attention.recurrence.states import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 
 _BOUND = "_specdec_recurrence"
+Function = Callable[..., Any]
 
 
 class _Entered:
@@ -124,7 +125,7 @@ class _Use:
 
 _uses: dict[str, WeakSet[_Use]] = {}
 """By the name of a modeling file, the running specdec forwards in which its functions are replaced."""
-_stand_ins: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_stand_ins: dict[tuple[str, str], tuple[Function, Function]] = {}
 """By file and function: the original and its stand-in. The same for as long as the original is."""
 
 
@@ -189,7 +190,7 @@ def _replace(file: ModuleType) -> None:
         setattr(file, name, made[1])
 
 
-def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in(name: str, original: Function) -> Function:
     served = STAND_INS[name]
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:

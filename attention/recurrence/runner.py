@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from attention.recurrence.states import (
     CallState,
     ConvSpec,
     ConvState,
+    RecurrentState,
     StateGroup,
     allocate_states,
     moved_shape,
@@ -75,22 +76,25 @@ class StateRunner:
 
         All tokens before `position` must be in the states. The tensors do not depend on K. Never waits for the device.
         """
-        slot, found = int(slots_of_rows(np.array(row))), []
-        for spec, state in zip(self.group.specs, self.states, strict=True):
-            if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
-                found.append(state.ring[slot, _kept_places(spec, state, position)])
-            else:
-                found.append(_stored(state)[slot].clone())
-        return found
+        return [tensor[place].clone() for tensor, place in self._places(row, position)]
 
     def put_row(self, row: int, position: int, given: Sequence[Tensor]) -> None:
         """Write the tensors of `of_row`, on any device, into a row of this engine."""
+        for (tensor, place), own in zip(self._places(row, position), given, strict=True):
+            tensor[place] = own.to(tensor)
+
+    def _places(self, row: int, position: int) -> Iterator[tuple[Tensor, Any]]:
+        """Of each call the tensor and index of what a row takes to another engine, see `of_row`.
+
+        Of a convolution's inputs, those at positions below 0 are never read.
+        """
         slot = int(slots_of_rows(np.array(row)))
-        for spec, state, own in zip(self.group.specs, self.states, given, strict=True):
-            if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
-                state.ring[slot, _kept_places(spec, state, position)] = own.to(state.ring)
-            else:
-                _stored(state)[slot].copy_(own)
+        for spec, state in zip(self.group.specs, self.states, strict=True):
+            if isinstance(state, RecurrentState):
+                yield state.state, slot
+            elif isinstance(spec, ConvSpec):
+                last = torch.arange(position - spec.width + 1, position, device=state.ring.device)
+                yield state.ring, (slot, last % state.ring.shape[1])
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]
@@ -120,17 +124,6 @@ class StateRunner:
         """Return zeros from every call and leave the states unchanged, so that a model can run before its kernels are
         built."""
         return _zeros
-
-
-def _stored(state: CallState) -> Tensor:
-    assert not isinstance(state, ConvState), "a convolution has inputs alone"
-    return state.state
-
-
-def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> Tensor:
-    """Ring indices of a convolution's inputs before `position`, on the device; those below 0 are never read."""
-    ring = state.ring
-    return torch.arange(position - spec.width + 1, position, device=ring.device) % ring.shape[1]
 
 
 @dataclass(frozen=True)

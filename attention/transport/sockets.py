@@ -186,19 +186,21 @@ def _connected(address: JsonObject, deadline: float) -> socket.socket:
     """A connection to a rank. Raises TransferError: nothing listens at its address."""
     place = str(address["host"]), int(address["port"])
     try:
-        peer = socket.create_connection(place, timeout=max(deadline - time.monotonic(), 1e-3))
+        return socket.create_connection(place, timeout=max(deadline - time.monotonic(), 1e-3))
     except TimeoutError:
         raise
     except OSError as error:
         raise TransferError(f"nobody listens on {place[0]}:{place[1]}: {error}") from error
-    return peer
 
 
 def _exactly(peer: socket.socket, count: int, deadline: float) -> bytearray:
     found, done = bytearray(count), 0
     view = memoryview(found)
     while done < count:
-        peer.settimeout(_left(deadline))
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        peer.settimeout(left)
         more = peer.recv_into(view[done:])
         if not more:
             raise ConnectionResetError(f"the connection ended after {done} of {count} bytes")
@@ -213,11 +215,3 @@ def _line(peer: socket.socket, deadline: float) -> bytes:
         if len(found) > _LONGEST_LINE:
             raise ConnectionResetError("the answer has no end")
     return bytes(found)
-
-
-def _left(deadline: float) -> float:
-    """Seconds until a deadline. Raises TimeoutError: it has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from drafters.errors import HeadLoadError
-from drafters.rope import ROPE_KINDS, RopeSpec
+from drafters.rope import ROPE_KINDS, RopeSpec, Scaling
 
 Config = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -94,9 +94,10 @@ def read(
     Raises:
         HeadLoadError: no key is set and no default given, keys disagree, or a value is of another kind.
     """
-    found = {key: lookup(config, key) for key in keys or (name,) if lookup(config, key) is not None}
+    keys = keys or (name,)
+    found = {key: value for key in keys if (value := lookup(config, key)) is not None}
     if not found and default is None:
-        raise HeadLoadError(f"config.json has no {' or '.join(keys or (name,))}")
+        raise HeadLoadError(f"config.json has no {' or '.join(keys)}")
     if not found:
         return ResolvedField(name, default, default_source)
     values = [_typed(key, value, kind) for key, value in found.items()]
@@ -236,7 +237,7 @@ def resolve_rope(config: Config, first_position: int = 0) -> ResolvedField:
     return ResolvedField("rope", spec, f"theta: {theta.source}; type: {source}")
 
 
-def _scaling(key: str, value: Any) -> tuple[str, tuple[tuple[str, float | bool], ...]]:
+def _scaling(key: str, value: Any) -> tuple[str, Scaling]:
     if not isinstance(value, dict):
         raise HeadLoadError(f"config.json: {key} must be an object, not {value!r}")
     _check_whole(value.get("partial_rotary_factor"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
-from drafters.checkpoints.config_fields import HeadReport, ResolvedField, check_tensors, lookup, unread_fields
+from drafters.checkpoints.config_fields import HeadReport, ResolvedField, Shapes, check_tensors, lookup, unread_fields
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import (
     CheckpointFolder,
@@ -58,7 +58,7 @@ class _Opened:
     spec: Eagle3Spec
     fields: tuple[ResolvedField, ...]
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Shapes of all tensors, by parameter."""
         return self.folder.shapes(self.names)
 
@@ -126,16 +126,13 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     stored = dtype or head.norm.weight.dtype
     # safetensors stores contiguous tensors only, and no two that share memory: hence also the clone below.
     weights = {name: t.detach().to("cpu", stored).contiguous() for name, t in head.state_dict().items()}
-    weights |= {name.replace("input_layernorm", "hidden_norm"): t.clone() for name, t in _deep_norms(weights)}
+    # Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`.
+    deep = [name for name in weights if name.startswith("layers.") and "input_layernorm" in name]
+    weights |= {name.replace("input_layernorm", "hidden_norm"): weights[name].clone() for name in deep}
     d2t = offsets_of(head.target_ids).cpu()
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
     return write_folder(folder, config, weights | maps)
-
-
-def _deep_norms(weights: StateDict) -> list[tuple[str, Tensor]]:
-    """Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`."""
-    return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
 
 
 def check_kind(path: CheckpointPath) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
+from drafters.base import FINAL_NORM, Head, Layers, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import CheckpointPath, read_json
@@ -171,7 +171,7 @@ def _changes(
         yield f"rope_theta {rope_theta:g}", "rope", replace(spec.rope, theta=rope_theta), overrides, cause
 
 
-def _aux_layers(layers: tuple[int, ...], num_layers: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+def _aux_layers(layers: Layers, num_layers: int) -> Iterator[tuple[str, Layers, str]]:
     """All layers one later or earlier, the default ones, and each layer alone one later or earlier."""
     if layers == (FINAL_NORM,):
         return

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from drafters.base import FINAL_NORM
+from drafters.base import FINAL_NORM, Layers
 from drafters.checkpoints.config_fields import Config, PlacedConfig, ResolvedField, lookup, place_of, read
 from drafters.checkpoints.tensor_files import Json
 from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
@@ -210,7 +210,7 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
     return ResolvedField("aux_layers", layers, source)
 
 
-def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str, tuple[int, ...]]:
+def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str, Layers]:
     listed = {}
     for key, meaning in AUX_KEYS.items():
         ids = lookup(config, key)
@@ -234,7 +234,7 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
     return listed
 
 
-def _check_aux_layers(config: Config, layers: tuple[int, ...], num_layers: int) -> None:
+def _check_aux_layers(config: Config, layers: Layers, num_layers: int) -> None:
     if max(layers) > num_layers:
         raise HeadMismatchError(f"the head reads aux layers {layers}, this target has {num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from drafters.base import Layers
 from drafters.checkpoints.config_fields import PlacedConfig
 from drafters.errors import HeadLoadError
 
@@ -60,7 +61,7 @@ class Eagle3Overrides:
         config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
     """
 
-    aux_layers: tuple[int, ...] | None = None
+    aux_layers: Layers | None = None
     feedback: Literal["pre_norm", "post_norm"] | None = None
     config: tuple[tuple[str, Any], ...] = ()
 
@@ -97,7 +98,7 @@ class Eagle3Overrides:
         return PlacedConfig(changed, origins)
 
 
-def _aux_layers(given: Any) -> tuple[int, ...] | None:
+def _aux_layers(given: Any) -> Layers | None:
     if given is None:
         return None
     layers = tuple(given) if isinstance(given, (list, tuple)) else ()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
-from drafters.base import FINAL_NORM
+from drafters.base import FINAL_NORM, Layers
 from drafters.rope import RopeSpec
 
 _MOST_SIZE = 2**24
@@ -51,11 +51,11 @@ class Eagle3Spec:
     mlp_bias: bool = False
     qk_norm: bool = False
     num_layers: int = 1
-    windowed_layers: tuple[int, ...] = ()
+    windowed_layers: Layers = ()
     window: int | None = None
     target_hidden_size: int
     draft_vocab_size: int
-    aux_layers: tuple[int, ...]
+    aux_layers: Layers
     input_norm: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
@@ -136,7 +136,7 @@ class Eagle1Spec(Eagle3Spec):
         first_norm: the first layer has a norm before its attention (the published heads have none).
     """
 
-    aux_layers: tuple[int, ...] = (FINAL_NORM,)
+    aux_layers: Layers = (FINAL_NORM,)
     own_lm_head: bool = False
     fc_bias: bool = True
     first_norm: bool = False
@@ -146,7 +146,7 @@ class Eagle1Spec(Eagle3Spec):
         self.check_layers("EAGLE-1")
 
 
-def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int) -> Layers:
     """Default aux layers, for a target of `num_layers` decoder layers.
 
     Raises:

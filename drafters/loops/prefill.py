@@ -17,7 +17,7 @@ from typing import Generic
 import numpy as np
 from torch import Tensor
 
-from attention.batch.host import HostBatch, rows_batch
+from attention.batch.host import HostBatch, rows_batch, starts_of
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.staging import A, array
 from drafters.loops.base import DraftInput
@@ -58,7 +58,7 @@ def accepted_rows(
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]
-    new_start_loc = np.concatenate([[0], np.cumsum(lens)])
+    new_start_loc = starts_of(lens)
     offsets = np.repeat(starts - new_start_loc[:-1], lens)
     return AcceptedRows(
         query_start_loc=new_start_loc.astype(np.int32),
@@ -175,13 +175,13 @@ def module_rows(
     """
     least = np.zeros_like(lens) if begins is None else begins
     stop = first_positions + lens
-    starts = np.concatenate([[0], np.cumsum(lens)])
+    starts = starts_of(lens)
     ends = starts[1:]
     before, rows = (first_positions, starts), []
     for m in range(1, num_modules):
         first = np.maximum(first_positions - m, least)
         count = np.maximum(stop - m, least) - first
-        starts = np.concatenate([[0], np.cumsum(count)])
+        starts = starts_of(count)
         owner = np.repeat(np.arange(len(count)), count)
         within = np.arange(starts[-1]) - starts[owner]
         place = first[owner] + within - before[0][owner]  # -1: the row before module m-1's first
@@ -201,7 +201,7 @@ def module_rows(
 def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> HostBatch:
     """A module's attention in the draft prefill, without requests that have no rows. block_table: [B', P]."""
     some = rows.lens > 0
-    query_start_loc = np.concatenate([[0], np.cumsum(rows.lens[some])])
+    query_start_loc = starts_of(rows.lens[some])
     return rows_batch(query_start_loc, rows.first_positions[some], block_table[some], page_size)
 
 
@@ -243,7 +243,7 @@ def shifted_batch(
     exists = np.tile([False, True], len(lens))
     some = split > 0
     return rows_batch(
-        np.concatenate([[0], np.cumsum(split[some])]),
+        starts_of(split[some]),
         np.where(exists, np.repeat(first, 2), 0)[some],
         np.where(exists[:, None], np.repeat(block_table, 2, axis=0), 0)[some],
         page_size,

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from attention.batch.host import rows_batch
+from attention.batch.host import rows_batch, starts_of
 from attention.runner import GroupRunner
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.chain import DraftArrays, DraftInputs, DraftSection, run_steps
@@ -44,7 +44,7 @@ def token_prefill(draft: DraftInput) -> HostPass:
     lens = np.diff(accepted.query_start_loc)
     first_positions = draft.committed_lens - lens
     lens[: len(draft.num_drafts_next)] += 1  # the bonus token
-    query_start_loc = np.concatenate([[0], np.cumsum(lens)])
+    query_start_loc = starts_of(lens)
     batch = rows_batch(query_start_loc, first_positions, draft.block_table, draft.page_size)
     token_ids = draft.tokens[np.repeat(draft.request_rows, lens), batch.positions].astype(np.int64)
     return HostPass(token_ids, np.zeros_like(token_ids), query_start_loc[1:] - 1, batch=batch)

@@ -251,13 +251,9 @@ def _load_module(
     head = MtpHead(spec, target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
-    cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
-    return filled(head, cast)
-
-
-def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Routing biases stay float32, as transformers keeps them."""
-    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+    # Routing biases stay float32, as transformers keeps them.
+    wide = {name: torch.float32 for name in weights if name.endswith("e_score_correction_bias")}
+    return filled(head, {name: t.to(device, wide.get(name, dtype)) for name, t in weights.items()})
 
 
 def _check_shared(folder: CheckpointFolder, name: str, shared: Tensor, what: str) -> None:

@@ -97,7 +97,9 @@ class MtpHead(nn.Module):
     def _probe(self) -> Calls:
         """Run the blocks' attention on two dummy rows and record its requirements."""
         weight, attentions = self.eh_proj.weight, self._attentions()
-        arguments = self._layer_arguments(2, weight)
+        positions = torch.arange(2, device=self.target_embedding.device)[None]
+        made = self._arguments(self.target_embedding.new_zeros(1, 2, 1), positions)
+        arguments = {name: _moved(value, weight.device) for name, value in made.items()}
         with torch.no_grad(), recorded_calls(self.blocks) as calls:
             for attention in attentions:
                 self._call(attention, weight.new_zeros(1, 2, self.hidden_size), arguments)
@@ -116,11 +118,6 @@ class MtpHead(nn.Module):
                 f"{type(self.blocks[0]).__name__}: attention of this kind cannot be run as a module's block, which "
                 f"gives it {', '.join(arguments)}: {error}"
             ) from error
-
-    def _layer_arguments(self, rows: int, like: Tensor) -> dict[str, Any]:
-        positions = torch.arange(rows, device=self.target_embedding.device)[None]
-        made = self._arguments(self.target_embedding.new_zeros(1, rows, 1), positions)
-        return {name: _moved(value, like.device) for name, value in made.items()}
 
     def _arguments(self, x: Tensor, positions: Tensor) -> dict[str, Any]:
         """Arguments of the blocks' call for x [1, T, H] at positions [1, T].

@@ -42,6 +42,7 @@ from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401
 from specdec.ops.mixtures.routed import MOST_EXPERTS, SOFTMAX, SUM, best_experts  # noqa: F401 (registers it)
 from specdec.wrapped.group import GRAPH_PASSES
 
+_OURS = torch.ops.specdec
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm", "fp8_quantise", "fp8_quantise_by", "fp8_matmul")
 _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -95,7 +96,7 @@ def read_weights_once(graph: Graph) -> None:
     """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph becomes `few_tokens_linear`."""
     for node in list(graph.nodes):
         if node.target is aten.mm.default and (weight := _transposed_input(node.args[1])):
-            replace(graph, node, torch.ops.specdec.few_tokens_linear, (node.args[0], weight))
+            replace(graph, node, _OURS.few_tokens_linear, (node.args[0], weight))
 
 
 def sum_alike(graph: Graph) -> None:
@@ -110,7 +111,7 @@ def sum_alike(graph: Graph) -> None:
         if (args := _matmul_with_weight(node)) is None:
             sizes = (f"{list(shape_of(arg))} {dtype_of(arg)}" for arg in node.args if shape_of(arg))
             raise UnsupportedModelError(f"not batch-invariant: a matmul {node.target} of {' and '.join(sizes)}")
-        replace(graph, node, torch.ops.specdec.invariant_linear, args)
+        replace(graph, node, _OURS.invariant_linear, args)
 
 
 def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
@@ -148,11 +149,11 @@ def norm_at_once(graph: Graph) -> None:
             continue
         total, others = norm["x"], (norm["weight"], norm["eps"])
         if not calls(total, aten.add.Tensor) or total.kwargs or not all(alike(arg, total) for arg in total.args):
-            replace(graph, node, torch.ops.specdec.rms_norm, (total, *others))
+            replace(graph, node, _OURS.rms_norm, (total, *others))
             continue
         with graph.inserting_before(total):
             args, values = (*total.args, *others), (value_at(total), value_at(node))
-            new_total, normed = call_of_many(graph, torch.ops.specdec.add_rms_norm, args, values)
+            new_total, normed = call_of_many(graph, _OURS.add_rms_norm, args, values)
         total.replace_all_uses_with(new_total)
         node.replace_all_uses_with(normed)
 
@@ -186,7 +187,7 @@ def rotate_at_once(graph: Graph) -> None:
             continue
         with graph.inserting_before(node):
             values = value_at(rotated_query), value_at(node)
-            results = call_of_many(graph, torch.ops.specdec.rotated, (query, x, cos, sin), values)
+            results = call_of_many(graph, _OURS.rotated, (query, x, cos, sin), values)
         place |= dict.fromkeys((results[0].args[0], *results), place[node])
         for old, result in zip((rotated_query, node), results, strict=True):
             old.replace_all_uses_with(result)
@@ -218,7 +219,7 @@ def rotate_joined_at_once(graph: Graph) -> None:
         found = match(_JOINED_ROTATION, node)
         if found is not None and _is_joined(**found):
             args = tuple(found[name] for name in ("query", "key", "cos", "sin"))
-            replace(graph, node, torch.ops.specdec.rotated_together, args)
+            replace(graph, node, _OURS.rotated_together, args)
 
 
 def _is_joined(query: Any, key: Any, cos: Any, sin: Any, joined: Any, half: Any, dtype: Any, parts: Any) -> bool:
@@ -242,7 +243,7 @@ def gate_at_once(graph: Graph) -> None:
         if found is None or dtype_of(node) not in HALF or not _is_one_row_of_tokens(node):
             continue
         if alike(found["gate"], node) and alike(found["up"], node):
-            replace(graph, node, torch.ops.specdec.silu_product, (found["gate"], found["up"]))
+            replace(graph, node, _OURS.silu_product, (found["gate"], found["up"]))
 
 
 def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
@@ -317,7 +318,7 @@ def _choose_in(graph: Graph, top: Node, normalised: Node | None, normalise: str)
     value = value if normalised is None else normalised.meta["val"]
     args = (scores, top.args[1], softmax is not None, normalise, value.dtype)
     with graph.inserting_before(top.next):
-        weight, place = call_of_many(graph, torch.ops.specdec.best_experts, args, (value, places))
+        weight, place = call_of_many(graph, _OURS.best_experts, args, (value, places))
     for old in results_at(top, 1):
         old.replace_all_uses_with(place)
     for old in results_at(top, 0) if normalised is None else [normalised]:
@@ -325,7 +326,6 @@ def _choose_in(graph: Graph, top: Node, normalised: Node | None, normalise: str)
     graph.eliminate_dead_code()
 
 
-_OURS = torch.ops.specdec
 _VIEWS = (aten.view.default, aten.reshape.default)
 _IN_8_BITS: dict[Any, Any] = {
     _OURS.rms_norm.default: _OURS.rms_norm_fp8,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -103,8 +103,7 @@ class Proposal:
     sources: Tensor
 
 
-@dataclass(frozen=True)
-class DraftPlaces:
+class DraftPlaces(NamedTuple):
     """Further tensors that the drawing kernels write in addition to `ids`.
 
     Attributes:
@@ -150,7 +149,7 @@ def draw_drafts(
     """
     from specdec.ops.draws_kernel import launch_drafts
 
-    beside = (None,) * 4 if places is None else (places.logits, places.drafts, places.target_ids, places.accepted)
+    beside = (None,) * 4 if places is None else places
     launch_drafts(logits, ids, sampling.columns, uniform, step, out.stats, num_accepted, beside)
 
 

@@ -5,13 +5,14 @@ Results in 8 bits are rounded to half precision before, so that nothing depends 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from specdec.ops.fp8 import eight_bits
 from specdec.ops.fp8_kernel import quantised
+from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
 _BLOCK, _WARPS = 1024, 4
@@ -63,7 +64,7 @@ def launch_silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def launch_silu_product_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """See `specdec.ops.fp8`."""
-    out, scales = _eight_bits(gate)
+    out, scales = eight_bits(gate)
     _launch_silu_product(gate, up, out, scales)
     return out, scales
 
@@ -77,17 +78,9 @@ def _launch_silu_product(gate: Tensor, up: Tensor, out: Tensor, scales: Tensor |
     )  # fmt: skip
 
 
-def _eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Results in 8 bits of the shape of x [1, T, F] or [T, F]: e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
-    tokens, width = x.shape[-2:]
-    out = x.new_empty(tokens, width, dtype=torch.float8_e4m3fn)
-    return out, x.new_empty(tokens, triton.cdiv(width, 128), dtype=torch.float32)
-
-
 def _token_rows(x: Tensor) -> Tensor:
     """x [1, T, F] or [T, F] -> [T, F], values of a row side by side."""
-    rows = x[0] if x.ndim == 3 else x
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return without_gaps(x[0] if x.ndim == 3 else x)
 
 
 @triton.jit
@@ -125,7 +118,7 @@ def launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
 
 def launch_norm_fp8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """See `specdec.ops.fp8`; without a residual the first result is x."""
-    out, scales = _eight_bits(x)
+    out, scales = eight_bits(x)
     return _launch_norm(x, residual, weight, eps, out, scales), out, scales
 
 

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from specdec.ops.fp8 import eight_bits
+from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
 _MAX = tl.constexpr(448.0)
@@ -144,11 +146,9 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
 
 def launch_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, I] -> e4m3 [T, I], scales [T, ⌈I/128⌉] float32."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    tokens, width = x.shape
-    groups = triton.cdiv(width, 128)
-    out = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(tokens, groups, dtype=torch.float32)
+    x = without_gaps(x)
+    (tokens, width), (out, scales) = x.shape, eight_bits(x)
+    groups = scales.shape[1]
     if tokens:
         _quantise_kernel[(tokens, triton.cdiv(groups, _GROUPS_A_PROGRAM))](
             x, out, scales, width, groups, x.stride(0), GROUPS=_GROUPS_A_PROGRAM, num_warps=4,
@@ -259,6 +259,7 @@ def launch_fp8_matmul(
     tiling: Fp8Tiling | None = None,
 ) -> Tensor:
     """See `specdec.ops.fp8.fp8_matmul`; scales may have strides of 0. tiling: default by `tiling_of`."""
+    x = without_gaps(x)
     (tokens, width), rows = x.shape, len(weight)
     out = x.new_empty(tokens, rows, dtype=dtype)
     if not tokens:
@@ -270,8 +271,8 @@ def launch_fp8_matmul(
     parts = out if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
     dependent = dependent_launch(x.device)
     _fp8_matmul_kernel[(_ceil(tokens, tile.tokens), _ceil(rows, tile.rows), splits)](
-        x if x.stride(1) == 1 else x.contiguous(), x_scale, weight, weight_scale, parts, tokens, rows, width, share,
-        x.stride(0) if x.stride(1) == 1 else width, *x_scale.stride(), weight.stride(0), *weight_scale.stride(),
+        x, x_scale, weight, weight_scale, parts, tokens, rows, width, share,
+        x.stride(0), *x_scale.stride(), weight.stride(0), *weight_scale.stride(),
         TILE_TOKENS=tile.tokens, TILE_ROWS=tile.rows, WEIGHT_FIRST=tile.weight_first, AT_ONCE=tile.at_once,
         WHOLE=width % (_BLOCK * tile.at_once) == 0, num_warps=tile.warps, num_stages=tile.stages, **dependent,
     )  # fmt: skip

@@ -59,10 +59,11 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
         return launch_linear(x, weight)  # its order of summation gives the same bits
-    return launch_invariant_linear(_without_gaps(x), _without_gaps(weight), bias)
+    return launch_invariant_linear(without_gaps(x), without_gaps(weight), bias)
 
 
-def _without_gaps(x: Tensor) -> Tensor:
+def without_gaps(x: Tensor) -> Tensor:
+    """x [T, I] with the values of a row side by side; a copy where they are not."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 

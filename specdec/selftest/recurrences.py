@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.batch.host import starts_of
 from attention.recurrence.functions import REFERENCE
 from attention.recurrence.index import FoldRule
 from attention.recurrence.runner import StateRunner
@@ -100,7 +101,8 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
 
     group = replace(states.group, specs=(spec,), num_slots=1 + len(_SLOTS))
     (right,), (ours,) = allocate_states(group, dtype, _CPU), allocate_states(group, dtype, device)
-    for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
+    pairs = list(zip(tensors_of(ours), tensors_of(right), strict=True))
+    for own, other in pairs:
         own.copy_(other.copy_(random(*own.shape)))  # as of requests before
     start = np.zeros(len(_SLOTS), np.int64)
     for number, rows in enumerate(launches(group.rule)):
@@ -113,7 +115,7 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
         out = _call(states.functions, *call, ours, _rows(*arrays, most, device))
         pieces = zip(*(x.split([*tokens.tolist(), _PADDING]) for x in (out, expected)), strict=True)
         found = [("outputs", _error(*piece)) for piece in pieces]
-        for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
+        for own, other in pairs:
             found += [("states", _error(own[slot].cpu(), other[slot])) for slot in _SLOTS]
         what, worst = max(found, key=lambda pair: (pair[1] != pair[1], pair[1]))
         limit = _TOLERANCE.get(dtype, _FLOAT32_TOLERANCE)
@@ -133,7 +135,7 @@ def _rows(
         return torch.from_numpy(x.astype(np.int32)).to(device)
 
     return StateRows(
-        query_start_loc=sent(np.concatenate([[0], np.cumsum(tokens)])),
+        query_start_loc=sent(starts_of(tokens)),
         slots=sent(np.array(_SLOTS)),
         start=sent(start),
         replay=sent(replay),

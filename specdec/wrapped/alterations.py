@@ -32,6 +32,10 @@ _OF_EVERY_MODULE = (of_every_module._global_forward_hooks, of_every_module._glob
 """Private names: torch has no public list of registered hooks."""
 
 
+HookTables = tuple[dict[int, Any], ...]
+"""torch's tables of forward hooks, by their ids."""
+
+
 class Hook(partial[Any]):
     """A hook of this library; does nothing once pickled."""
 
@@ -131,13 +135,13 @@ def unseen_state(model: nn.Module) -> str:
     return ""
 
 
-def hook_tables(modules: Iterable[nn.Module]) -> tuple[dict[int, Any], ...]:
+def hook_tables(modules: Iterable[nn.Module]) -> HookTables:
     """The tables of the forward hooks of these modules, and torch's tables of global forward hooks."""
     own = (table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks))
     return (*own, *_OF_EVERY_MODULE)
 
 
-def hook_ids(tables: tuple[dict[int, Any], ...]) -> list[int]:
+def hook_ids(tables: HookTables) -> list[int]:
     """The registered hooks' ids; torch numbers each hook uniquely."""
     return [hook for table in tables if table for hook in table]
 

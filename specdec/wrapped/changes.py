@@ -22,7 +22,7 @@ from attention.hf.port import ATTENTION_NAME
 from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
 from specdec.values import short
-from specdec.wrapped.alterations import hook_ids, hook_tables, new_hook, unseen_state
+from specdec.wrapped.alterations import HookTables, hook_ids, hook_tables, new_hook, unseen_state
 from specdec.wrapped.settings import Held, Settings
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
@@ -140,7 +140,7 @@ class LiveModel:
     settings: Settings
     attention: str | None
     uncalled: Modules
-    hook_tables: tuple[dict[int, Any], ...]
+    hook_tables: HookTables
     hooks: list[int]
     buffers: tuple[_Buffer, ...]
 

@@ -23,7 +23,7 @@ from attention.hf.patches import Value
 from attention.hf.port import AttentionPort
 from attention.hf.training_mode import evaluating, trainable_modules
 from attention.runner import PlannedBatch
-from drafters.base import FINAL_NORM
+from drafters.base import FINAL_NORM, Layers
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.group import ALONE, Group
@@ -43,9 +43,7 @@ class AuxStateRecorder:
     Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
     """
 
-    def __init__(
-        self, probed: TargetProbe, aux_layers: tuple[int, ...], max_tokens: int, alterations: Alterations
-    ) -> None:
+    def __init__(self, probed: TargetProbe, aux_layers: Layers, max_tokens: int, alterations: Alterations) -> None:
         """Raises InvalidInputError for an aux layer that the target does not have (nothing is hooked then), and
         UnsupportedModelError for a model without a last state, where that is read."""
         num_layers = len(probed.layers)
@@ -171,7 +169,7 @@ class Target:
         self,
         probed: TargetProbe,
         runner: Runner,
-        aux_layers: tuple[int, ...],
+        aux_layers: Layers,
         max_tokens: int,
         states: StateRunner | None = None,
         max_positions: int | None = None,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within
+from attention.batch.host import HostBatch, offsets_within, starts_of
 from attention.checking import require
 from attention.staging import Arrays
 
@@ -164,7 +164,7 @@ def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray
     turn, place = np.divmod(np.arange(count), clusters)
     cluster = np.where(turn % 2, clusters - 1 - place, place)
     order = np.argsort(-keys, kind="stable")[np.argsort(cluster, kind="stable")]
-    return order, np.concatenate([[0], np.cumsum(np.bincount(cluster, minlength=clusters))])
+    return order, starts_of(np.bincount(cluster, minlength=clusters))
 
 
 @dataclass(frozen=True)

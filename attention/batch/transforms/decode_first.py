@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within
+from attention.batch.host import HostBatch, offsets_within, starts_of
 from attention.checking import whole_number
 from attention.errors import InvalidInputError
 
@@ -66,7 +66,7 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
         return batch
     tokens = token_order(batch, swaps)
     return HostBatch(
-        query_start_loc=np.concatenate([[0], np.cumsum(batch.query_lens[order])]).astype(np.int32),
+        query_start_loc=starts_of(batch.query_lens[order]).astype(np.int32),
         seq_lens=batch.seq_lens[order],
         num_computed_tokens=batch.num_computed_tokens[order],
         block_table=batch.block_table[order],

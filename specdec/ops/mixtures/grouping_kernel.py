@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.hf.padding import Padding
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 
 TILE = 128
@@ -125,9 +126,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     tl.store(tile_ptr + most_tiles + tile, place, mask=begins)
 
 
-def group_pairs(
-    index: Tensor, num_experts: int, padding: tuple[Tensor, int] | None = None, tiled: bool = False
-) -> Groups:
+def group_pairs(index: Tensor, num_experts: int, padding: Padding | None = None, tiled: bool = False) -> Groups:
     """index: [T, k] int64, contiguous. tiled: make `tiles`, which many pairs always have.
 
     padding: slots [T] int64, and a page's size: tokens with slots below it are padding, and take the experts of the

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attention.hf.padding import Padding
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from specdec.ops.mixtures import Gating
 from specdec.ops.mixtures.grouping_kernel import TILE, group_pairs
@@ -155,7 +156,7 @@ def launch_many(
     scales: OfBoth,
     biases: OfBoth,
     gating: Gating,
-    padding: tuple[Tensor, int] | None = None,
+    padding: Padding | None = None,
 ) -> Tensor:
     """See `specdec.ops.mixtures.routed.routed_experts`; padding: see `group_pairs`."""
     (tokens, width), rows, top_k = x.shape, gate_up.shape[1] // 2, index.shape[1]

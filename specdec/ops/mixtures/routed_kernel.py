@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.hf.padding import Padding
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import launch_quantise
 from specdec.ops.mixtures import PLAIN, Gating
@@ -187,7 +188,7 @@ def launch_routed(
     biases: OfBoth = (None, None),
     gating: Gating = PLAIN,
     tilings: tuple[RoutedTiling, RoutedTiling] | None = None,
-    padding: tuple[Tensor, int] | None = None,
+    padding: Padding | None = None,
 ) -> Tensor:
     """See `specdec.ops.mixtures.routed.routed_experts`; x is contiguous. tilings: default `tilings_of`, or
     `launch_many` where that is faster. padding: see `group_pairs`."""
