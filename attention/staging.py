@@ -32,6 +32,8 @@ from attention.errors import InvalidInputError, StaleMetadataError
 A = TypeVar("A")
 Arrays = dict[str, np.ndarray]
 """Arrays on the host, by the names of their fields."""
+Views = Mapping[str, Tensor]
+"""The same on the device."""
 S = TypeVar("S")
 _ARRAY = "array"
 _ALIGN = 64
@@ -151,7 +153,7 @@ def layout_of(fields: Sequence[Field], bucket: Bucket) -> ArenaLayout:
 class Staged:
     """Device views of one `send`. Valid until the ring comes around (two sends later)."""
 
-    views: Mapping[str, Tensor]
+    views: Views
     generation: int
     arena: StagingArena
 
@@ -251,7 +253,7 @@ class _Place:
     """
 
     host: Arrays
-    remote: Mapping[str, Tensor]
+    remote: Views
     host_bytes: Tensor
     remote_bytes: Tensor | None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, HostBatches
 
 
 def _fresh(name: str) -> Any:
@@ -26,7 +26,7 @@ class LiveBatch(HostBatch):
         # A frozen dataclass refuses attributes; this fills HostBatch's cached property, so that it is never computed.
         self.__dict__["page_indptr"] = page_indptr
 
-    def over(self, block_table: np.ndarray, other_groups: tuple[HostBatch, ...] = ()) -> LiveBatch:
+    def over(self, block_table: np.ndarray, other_groups: HostBatches = ()) -> LiveBatch:
         """The same buffers with the rows' pages of block_table [B, P] int32 and the pages of further cache groups.
 
         This runs several times a round, on the way to the next launch, so the fields are not copied.

@@ -77,7 +77,7 @@ class HostBatch:
     slot_mapping: np.ndarray
     positions: np.ndarray
     page_size: int
-    other_groups: tuple[HostBatch, ...] = ()
+    other_groups: HostBatches = ()
     extras: tuple[BatchExtra, ...] = ()
 
     @property
@@ -165,6 +165,9 @@ class HostBatch:
         if lowest < 0 or highest >= num_pages:
             wrong = lowest if lowest < 0 else highest
             raise InvariantError(f"page {wrong} in the block table: the pool has pages 0 … {num_pages - 1}")
+
+
+HostBatches = tuple[HostBatch, ...]
 
 
 def rows_batch(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
 from attention.checking import CHECKS, require
-from attention.staging import A, Arrays, Bucket, Section, Staged, StagingArena, array, array_names, bucket_of
+from attention.staging import A, Arrays, Bucket, Section, Staged, StagingArena, Views, array, array_names, bucket_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class BatchArrays(Generic[A]):
     page_indptr: A = array(np.int32, "rows_plus_1")
     last_page_len: A = array(np.int32, "rows")
     block_table: A | None = array(np.int32, "rows", "pages", optional=True)
+
+
+HostArrays = BatchArrays[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class ExtraSection:
         own = batch.extra(self._kind)
         return {} if own is None else self.arrays.values(own)
 
-    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, Tensor]) -> object | None:
+    def of(self, metadata: CommonAttentionMetadata, views: Views) -> object | None:
         """The extra of a batch on the device; None if the batch has none."""
         return None if metadata.host.extra(self._kind) is None else self.arrays.of(views)
 
@@ -173,11 +176,11 @@ class BatchSection:
         groups = zip(self._groups, batch.other_groups, strict=True)
         return replace(own, other_groups=tuple(on_pages(own, section, group, views) for section, group in groups))
 
-    def buffers(self, host: Arrays) -> BatchArrays[np.ndarray]:
+    def buffers(self, host: Arrays) -> HostArrays:
         """One of the arena's host buffers as the arrays of a batch, whole, for rounds that are written in place."""
         return self._own.of(host)
 
-    def group_buffers(self, host: Arrays) -> tuple[BatchArrays[np.ndarray], ...]:
+    def group_buffers(self, host: Arrays) -> tuple[HostArrays, ...]:
         """The same batch with the buffers of each further cache group."""
         own = self.buffers(host)
         return tuple(replace(own, **vars(section.of(host))) for section in self._groups)
@@ -198,7 +201,7 @@ def batch_sizes(
 
 
 def on_pages(
-    metadata: CommonAttentionMetadata, section: Section[Any], batch: HostBatch, views: Mapping[str, Tensor]
+    metadata: CommonAttentionMetadata, section: Section[Any], batch: HostBatch, views: Views
 ) -> CommonAttentionMetadata:
     """The rows of `metadata` on other pages, whose arrays (of GroupArrays) the section has in these views."""
     own = {name: view for name, view in vars(section.of(views)).items() if view is not None}

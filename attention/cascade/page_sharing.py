@@ -106,6 +106,10 @@ LOOK_AGAIN = 32
 """Batches after which an answer that still holds is looked for again."""
 
 
+Shape = tuple[int, int]
+"""Rows, and tokens of each."""
+
+
 class Sharing:
     """Finds shared pages for the packed kernels, and has the memory of the sums over them for one launch at a time."""
 
@@ -113,18 +117,16 @@ class Sharing:
         self._room = torch.empty(0, dtype=torch.float32, device=device)
         self._none = torch.empty(0, dtype=torch.int32, device=device)
 
-    def fixed(
-        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch
-    ) -> SharedRows | None:
-        """Shared pages for all batches of a shape (rows, query_len), launched every time; None with few rows."""
+    def fixed(self, key: AttentionSpec, dtype: torch.dtype, shape: Shape, scratch: Scratch) -> SharedRows | None:
+        """Shared pages for all batches of a shape, launched every time; None with few rows."""
         if shape[0] < LEAST_ROWS:
             return None
-        tiling = _tiling(key, shape, scratch)
+        cost = _cost(key, dtype, shape, scratch)
         pages = torch.zeros(shape[0], dtype=torch.int32, device=self._room.device)
-        return SharedRows(self._keys(key, shape, tiling, pages), shape[1], _cost(key, dtype, tiling, scratch))
+        return SharedRows(self._keys(key, shape, cost.tiling, pages), shape[1], cost)
 
     def of_batch(
-        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch, batch: HostBatch
+        self, key: AttentionSpec, dtype: torch.dtype, shape: Shape, scratch: Scratch, batch: HostBatch
     ) -> BatchShared | None:
         """Shared pages of the first rows of one batch; None with few rows.
 
@@ -132,14 +134,14 @@ class Sharing:
         """
         if shape[0] < LEAST_ROWS:
             return None
-        tiling = _tiling(key, shape, scratch)
-        found = worth_sharing(batch, *shape, _cost(key, dtype, tiling, scratch))
+        cost = _cost(key, dtype, shape, scratch)
+        found = worth_sharing(batch, *shape, cost)
         pages = self._no_pages(shape[0])
         if found.any():
             pages = torch.from_numpy(found)
             if self._room.is_cuda:
                 pages = pages.pin_memory().to(self._room.device, non_blocking=True)
-        return BatchShared(self._keys(key, shape, tiling, pages), bool(found.any()))
+        return BatchShared(self._keys(key, shape, cost.tiling, pages), bool(found.any()))
 
     @staticmethod
     def limit(key: AttentionSpec, eight_bits: bool) -> str:
@@ -175,7 +177,7 @@ class Sharing:
             self._none = torch.zeros(rows, dtype=torch.int32, device=self._room.device)
         return self._none[:rows]
 
-    def _keys(self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: Tensor) -> SharedKeys:
+    def _keys(self, key: AttentionSpec, shape: Shape, tiling: PrefixTiling, pages: Tensor) -> SharedKeys:
         """pages: [rows] int32. Buffers handed out before keep their memory."""
         sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)
         sizes = math.prod(sums), math.prod(stats)
@@ -185,15 +187,11 @@ class Sharing:
         return SharedKeys(pages, first.view(sums), second.view(stats), tiling)
 
 
-def _tiling(key: AttentionSpec, shape: tuple[int, int], scratch: Scratch) -> PrefixTiling:
-    """The tiling for the next power of two of rows, to keep kernels few; shape: (rows, query_len)."""
+def _cost(key: AttentionSpec, dtype: torch.dtype, shape: Shape, scratch: Scratch) -> CascadeCost:
+    """When the kernels pay, with the tiling for the next power of two of rows, to keep kernels few."""
     rows = 1 << (shape[0] - 1).bit_length()
     queries = rows * shape[1] * key.num_q_heads // key.num_kv_heads
-    return prefix_tiling(queries, key.num_kv_heads, scratch.multiprocessors, scratch.shared_bytes)
-
-
-def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling, scratch: Scratch) -> CascadeCost:
-    """When the kernels with this tiling pay."""
+    tiling = prefix_tiling(queries, key.num_kv_heads, scratch.multiprocessors, scratch.shared_bytes)
     heads = key.num_q_heads, key.num_kv_heads
     return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, tiling, scratch.multiprocessors)
 

@@ -24,7 +24,7 @@ from attention.recurrence.states import (
     moved_shape,
     tensors_of,
 )
-from attention.staging import Arrays
+from attention.staging import Arrays, Views
 
 
 class Recur(Protocol):
@@ -171,7 +171,7 @@ class StateSection(ExtraSection):
         super().__init__(StateArrays, "states", name, shared)
         self._most_replayed = most_replayed
 
-    def of(self, metadata: CommonAttentionMetadata, views: Mapping[str, Tensor]) -> StateRows | None:
+    def of(self, metadata: CommonAttentionMetadata, views: Views) -> StateRows | None:
         own = metadata.host.extra(StateIndex)
         if own is None:
             return None

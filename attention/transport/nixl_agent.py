@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange, Descriptors, JsonObject, RankTable
+from attention.transport.region_tables import Bound, Bounds, Descriptors, JsonObject, RankTable, Segments
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
@@ -38,7 +38,7 @@ class _Peer:
     """A rank of a source that was added: its agent's name, and the prepared lists of both sides in one order."""
 
     agent: str
-    segments: tuple[CopyRange, ...]
+    segments: Segments
     local: Descriptors
     remote: Descriptors
     local_list: Any
@@ -79,7 +79,7 @@ class NixlTransport:
         self._lock = threading.RLock()
         self._errors = _errors(self._api)
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
+    def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
         self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)
@@ -120,7 +120,7 @@ class NixlTransport:
                 failed = error  # other ranks may be writing already: raised once none is
             return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, self._errors, failed)
 
-    def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[CopyRange, ...]) -> _Peer:
+    def _peer(self, plan: ReadPlan, rank: RankTable, segments: Segments) -> _Peer:
         key = (plan.source.engine, rank.rank)
         known = self._peers.get(key)
         if known is not None and known.segments == segments:
@@ -190,7 +190,7 @@ class NixlRead:
     agent: Any
     handles: list[Any]
     plan: ReadPlan
-    bounds: Sequence[Bound]
+    bounds: Bounds
     lock: threading.RLock
     errors: _Errors
     error: Exception | None

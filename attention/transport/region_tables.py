@@ -121,8 +121,8 @@ class EngineTable:
         """Raises HandoffMismatchError for another version, and for data that is no table."""
         try:
             given = json.loads(text)
-            if not isinstance(given, dict) or given.get("version") != VERSION:
-                found = given.get("version") if isinstance(given, dict) else type(given).__name__
+            found = given.get("version") if isinstance(given, dict) else type(given).__name__
+            if found != VERSION:
                 raise HandoffMismatchError(
                     f"a region table of version {found!r}; this installation reads version {VERSION}: use the same "
                     "version of specdec on both sides"
@@ -132,9 +132,9 @@ class EngineTable:
             if len({rank.rank for rank in ranks}) < len(ranks):
                 raise ValueError(f"ranks {[rank.rank for rank in ranks]}, of which each is there once")
             return cls(**{**given, "ranks": ranks})
+        except HandoffMismatchError:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, HandoffMismatchError):
-                raise
             raise HandoffMismatchError(f"this is no region table: {named_error(error)}") from error
 
 
@@ -171,6 +171,9 @@ class Bound:
 
     region: Region
     bytes: Tensor
+
+
+Bounds = Sequence[Bound]
 
 
 def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
@@ -232,7 +235,10 @@ class CopyRange:
     length: int
 
 
-def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[CopyRange, ...]:
+Segments = tuple[CopyRange, ...]
+
+
+def plan(local: RankTable, sources: Sequence[RankTable]) -> Segments:
     """The bytes that a rank reads to fill its regions, head by head from the source rank that holds the head.
 
     If several source ranks hold a head, local ranks take turns among them, preferring ranks that hold exactly the same

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange, JsonObject
+from attention.transport.region_tables import Bounds, CopyRange, JsonObject
 from attention.transport.transports import Granting, ReadPlan, put, synchronize
 
 _LONGEST_LINE = 2**24
@@ -70,7 +70,7 @@ class SocketTransport(Granting):
         self._place = (host, port)
         self._server: _Server | None = None
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
+    def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: it cannot listen there."""
         self._bounds = tuple(bounds)
         try:
@@ -134,7 +134,7 @@ class SocketRead:
     """A `Read` over TCP: only the caller of `wait` writes to the local blocks."""
 
     plan: ReadPlan
-    bounds: Sequence[Bound]
+    bounds: Bounds
     settled: ClassVar[bool] = True
 
     def wait(self, deadline: float) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.errors import TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, CopyRange, EngineTable, JsonObject, RankTable
+from attention.transport.region_tables import Bound, Bounds, CopyRange, EngineTable, JsonObject, RankTable, Segments
 
 Blocks = Mapping[str, Sequence[int]]
 """Page numbers by cache group, in the order of a request's tokens."""
@@ -30,11 +30,11 @@ class ReadPlan:
     source: EngineTable
     lease: str
     local: RankTable
-    segments: tuple[CopyRange, ...]
+    segments: Segments
     remote_blocks: Blocks
     local_blocks: Blocks
 
-    def of_rank(self, rank: int) -> tuple[CopyRange, ...]:
+    def of_rank(self, rank: int) -> Segments:
         """The segments that one rank of the source serves."""
         return tuple(segment for segment in self.segments if segment.rank == rank)
 
@@ -66,7 +66,7 @@ class Transport(Protocol):
 
     name: str
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
+    def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """Make this rank's regions readable. Returns its address, for `RankTable`."""
 
     def grant(self, lease: str, blocks: Blocks) -> None:
@@ -145,7 +145,7 @@ class LocalTransport(Granting):
         super().__init__()
         self._engine = ""
 
-    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> JsonObject:
+    def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         self._engine, self._bounds = engine, tuple(bounds)
         _open[engine] = self
         return {}
@@ -160,7 +160,7 @@ class LocalTransport(Granting):
             )
         return LocalRead(source, self._bounds, plan)
 
-    def copy(self, bounds: Sequence[Bound], plan: ReadPlan) -> None:
+    def copy(self, bounds: Bounds, plan: ReadPlan) -> None:
         """Copy a plan's blocks from this engine into the reader's regions `bounds`.
 
         Raises:
@@ -195,7 +195,7 @@ class LocalRead:
     """A `Read` within the process: `wait` makes the copy."""
 
     source: LocalTransport
-    bounds: Sequence[Bound]
+    bounds: Bounds
     plan: ReadPlan
     settled: ClassVar[bool] = True
 
@@ -220,7 +220,7 @@ def _wide(blocks: Tensor) -> Tensor:
     return blocks.view(torch.int64) if not any(n % 8 for n in lies) else blocks
 
 
-def synchronize(bounds: Sequence[Bound]) -> None:
+def synchronize(bounds: Bounds) -> None:
     """Synchronise the GPU of a rank's regions, where they are on one, before other streams read the copied data."""
     if bounds and bounds[0].bytes.is_cuda:
         torch.cuda.synchronize(bounds[0].bytes.device)

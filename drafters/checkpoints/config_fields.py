@@ -33,6 +33,9 @@ class ResolvedField:
     source: str
 
 
+ResolvedFields = tuple[ResolvedField, ...]
+
+
 @dataclass(frozen=True)
 class HeadReport:
     """What a checkpoint was resolved to, for people: its folder, the checkpoint layout's name, every field with its
@@ -40,7 +43,7 @@ class HeadReport:
 
     path: Path
     layout: str
-    fields: tuple[ResolvedField, ...]
+    fields: ResolvedFields
     num_parameters: int
 
     def __str__(self) -> str:
@@ -155,7 +158,7 @@ _ALWAYS, _EXPORTERS, _TARGETS = (
 _LAYER_LIST = re.compile(r"\w*(layer_ids|aux_layers|layers_to_capture)")
 
 
-def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool) -> tuple[ResolvedField, ...]:
+def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool) -> ResolvedFields:
     """Report the keys of config.json that decide nothing, with their values.
 
     known: keys that are read, dotted where they are nested. layers_are_chosen: whether lists of layers in the file need

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
-from drafters.checkpoints.config_fields import HeadReport, ResolvedField, Shapes, check_tensors, lookup, unread_fields
+from drafters.checkpoints.config_fields import (
+    HeadReport,
+    ResolvedField,
+    ResolvedFields,
+    Shapes,
+    check_tensors,
+    lookup,
+    unread_fields,
+)
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import (
     CheckpointFolder,
@@ -56,7 +64,7 @@ class _Opened:
     layout: str
     names: Names
     spec: Eagle3Spec
-    fields: tuple[ResolvedField, ...]
+    fields: ResolvedFields
 
     def shapes(self) -> Shapes:
         """Shapes of all tensors, by parameter."""

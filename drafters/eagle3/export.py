@@ -23,6 +23,7 @@ from drafters.checkpoints.config_fields import rope_to_config
 from drafters.checkpoints.tensor_files import Json, StateDict, write_folder
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.layout import layer_sizes
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.vocab import mask_of, offsets_of
 
@@ -225,22 +226,12 @@ def _layer_config(spec: Eagle3Spec) -> Json:
     rope = rope_to_config(spec.rope)
     config = {
         "model_type": "qwen3" if spec.qk_norm else "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_norm_eps,
+        **layer_sizes(spec),
         "max_position_embeddings": rope["max_position_embeddings"],
         "rope_parameters": rope["rope_parameters"],
-        "attention_bias": spec.qkv_bias,
         "pad_token_id": None,  # the package gives a padding token no embedding
         "bos_token_id": None,
         "eos_token_id": None,
-        "tie_word_embeddings": False,
     }
     if not spec.qk_norm:
         config["mlp_bias"] = spec.mlp_bias

@@ -15,6 +15,7 @@ from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import (
     Config,
     ResolvedField,
+    ResolvedFields,
     Shapes,
     by_presence,
     lookup,
@@ -84,7 +85,7 @@ def _parameter_name(short: str) -> str:
 
 def resolve_spec(
     config: Config, shapes: Shapes, target: TargetFacts, overrides: Eagle3Overrides
-) -> tuple[Eagle3Spec, tuple[ResolvedField, ...]]:
+) -> tuple[Eagle3Spec, ResolvedFields]:
     """Resolve every field of the spec, with its source. shapes: tensor shapes by canonical name.
 
     Raises:
@@ -137,7 +138,7 @@ def layer_names(names: Mapping[str, str]) -> dict[str, str]:
 
 def resolve_eagle1(
     config: Config, shapes: Shapes, target: TargetFacts, overrides: Eagle3Overrides
-) -> tuple[Eagle1Spec, tuple[ResolvedField, ...]]:
+) -> tuple[Eagle1Spec, ResolvedFields]:
     """As `resolve_spec`, of an EAGLE-1 or EAGLE-2 head."""
     if overrides.aux_layers is not None or overrides.feedback is not None:
         raise HeadLoadError(
@@ -295,19 +296,9 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> Json:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "torch_dtype": dtype,
-        "hidden_size": spec.hidden_size,
+        **layer_sizes(spec),
         "target_hidden_size": spec.target_hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "num_hidden_layers": spec.num_layers,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "hidden_act": "silu",
-        "vocab_size": spec.vocab_size,
         "draft_vocab_size": spec.draft_vocab_size if spec.own_lm_head else None,
-        "tie_word_embeddings": False,
-        "attention_bias": spec.qkv_bias,
         "mlp_bias": spec.mlp_bias,
         "use_qk_norm": spec.qk_norm,
         "bias": spec.fc_bias,
@@ -318,6 +309,23 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> Json:
         **rope_to_config(spec.rope),
         **_aux_layers_to_config(spec),
         **_windows_to_config(spec),
+    }
+
+
+def layer_sizes(spec: Eagle3Spec) -> Json:
+    """Keys of config.json that say the same of a decoder layer in every layout."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "num_hidden_layers": spec.num_layers,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "hidden_act": "silu",
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": spec.qkv_bias,
     }
 
 

@@ -325,6 +325,10 @@ class Chosen:
     logits: Tensor
 
 
+Stepped = tuple[Tensor, Chosen]
+"""The outputs of a draft step, which the next one reads, and its choices."""
+
+
 class FixedSteps(Protocol):
     """Host arrays of all draft steps for a fixed number of rows, written into the buffers that CUDA graphs read."""
 
@@ -362,7 +366,7 @@ class FixedLoop(Protocol):
     def step_width(self, index: int) -> int:
         """Tokens a row in step `index` (from 0)."""
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
         """Run step `index` (from 0) for the first `rows` >= 2 rows: reads draft index+1, writes draft index+2.
 
         Args:

@@ -32,6 +32,7 @@ from drafters.loops.base import (
     FixedSteps,
     Greedy,
     LoopSize,
+    Stepped,
     from_layer,
 )
 from drafters.loops.head_passes import HeadPasses, TokenReader, target_ids_of
@@ -109,7 +110,7 @@ class FixedChain(_Fixed):
         self.hidden[: len(x)].copy_(x)
         return self._choose(logits, 0)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
         """See `FixedLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(partial(self._runner.attend, planned)):
@@ -145,7 +146,7 @@ class FixedTokens(_Fixed):
         with self._head.attending(attend):
             return self._choose(read(inputs.token_ids.clone(), positions[0], last_row), 0)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
         """See `FixedLoop.step`; its first result is unused. Copies, because code for views would be compiled anew."""
         tokens = self.drafts[:rows, index].clone()
         with self._head.attending(partial(self._runner.attend, planned)):
@@ -208,7 +209,7 @@ class FixedModules(_Fixed):
         # A clone: compiled code would be recompiled for a view of the buffer, see `_flat`.
         return self._choose(modules[0].logits(hidden[0].clone()), 0)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> tuple[Tensor, Chosen]:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
         """See `FixedLoop.step`: outputs [rows·w, H]."""
         step, num_modules = index + 1, len(self._passes)
         m, width = step % num_modules, step_width(step, num_modules)

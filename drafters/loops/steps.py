@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from attention.batch.fixed import LiveBatch
-from attention.batch.host import HostBatch, covering, offsets_within, slots_at, write_pages
-from attention.batch.metadata import BatchArrays, CommonAttentionMetadata
+from attention.batch.host import HostBatch, HostBatches, covering, offsets_within, slots_at, write_pages
+from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, HostArrays
 from attention.checking import CHECKS
 from attention.staging import Arrays, Section, Staged, StagingArena, bucket_of
 from drafters.loops.base import DraftingRows, FixedShape, Passes
@@ -81,7 +81,7 @@ def step_tokens(rows: int, num_steps: int, num_modules: int) -> StepTokens:
 
 
 def _write_steps(
-    out: BatchArrays[np.ndarray], first: np.ndarray, rows: DraftingRows, tokens: StepTokens
+    out: HostArrays, first: np.ndarray, rows: DraftingRows, tokens: StepTokens
 ) -> tuple[np.ndarray, np.ndarray]:
     """Write all but query_start_loc and the lists of pages into `out`, and first positions [K-1, rows] into `first`.
 
@@ -126,8 +126,8 @@ class StepArrays:
             step after step, and for block_table, which all steps share. None without steps.
     """
 
-    batches: tuple[HostBatch, ...]
-    sent: BatchArrays[np.ndarray] | None
+    batches: HostBatches
+    sent: HostArrays | None
 
 
 def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
@@ -153,7 +153,7 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
         return StepArrays((), None)
     tokens = step_tokens(num_rows, count, num_modules)
     num_tokens = len(tokens.cell)
-    sent: BatchArrays[np.ndarray] = BatchArrays(
+    sent: HostArrays = BatchArrays(
         query_start_loc=np.arange(num_rows + 1, dtype=np.int32) * tokens.widths.astype(np.int32),
         seq_lens=np.empty((count, num_rows), np.int32),
         slot_mapping=np.empty(num_tokens, np.int64),
@@ -228,7 +228,7 @@ class StepSection:
 class _Place:
     """One host buffer of the draft steps, with the batches over it. first: [K-1, rows] first positions of the rows."""
 
-    def __init__(self, arrays: BatchArrays[np.ndarray], shape: FixedShape, tokens: StepTokens) -> None:
+    def __init__(self, arrays: HostArrays, shape: FixedShape, tokens: StepTokens) -> None:
         self.arrays = arrays
         arrays.query_start_loc[:] = np.arange(shape.rows + 1) * tokens.widths
         self.first = np.zeros((shape.num_steps, shape.rows), np.int64)
@@ -265,7 +265,7 @@ class StepBuffers:
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> Passes:
         return self._section.of(batches, staged)
 
-    def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
+    def send(self, rows: DraftingRows) -> tuple[HostBatches, Staged]:
         """See `FixedSteps.send`; the batches are views of the arena, valid until the round after the next."""
         place, count = self._places[self._arena.begin()], len(rows.num_drafts)
         if not place.batches:

@@ -166,14 +166,14 @@ def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
         for hook in hooks:
             hook.remove()
     groups = {tuple(dict.fromkeys(group)) for group in readers.values()}
-    fused = [group for group in groups if len(group) > 1 and _fusible(root, group, owners)]
-    for group in fused:
-        _fuse(root, group)
+    found = [[root.get_submodule(name) for name in group] for group in groups if len(group) > 1]
+    fused = [layers for layers in found if _fusible(layers, owners)]
+    for layers in fused:
+        _fuse(layers)
     return len(fused)
 
 
-def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool:
-    layers: list[Any] = [root.get_submodule(name) for name in group]
+def _fusible(layers: list[Any], owners: list[int]) -> bool:
     kinds = {(type(layer), layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
     if type(layers[0]) is Fp8Linear and not fp8_fusible(layers):
         return False
@@ -181,9 +181,8 @@ def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool
     return whole and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
 
 
-def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
+def _fuse(layers: list[Any]) -> None:
     """Move weights, scales and biases of layers into one tensor each."""
-    layers: list[Any] = [root.get_submodule(name) for name in group]
     kind: type[_Sibling] = SiblingLinear
     if type(layers[0]) is Fp8Linear:
         kind = SiblingFp8Linear

@@ -30,12 +30,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, HostBatches
 from attention.checking import whole_numbers
 from attention.errors import InvalidInputError
 
 
-def request_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]:
+def request_slices(batch: HostBatch, cuts: Sequence[int]) -> HostBatches:
     """Cut a batch between rows; the slices share no row, and their arrays are views where nothing changes.
 
     cuts: the first row of every slice but the first one, increasing, 1 … B-1. None gives the batch in one slice.
@@ -48,7 +48,7 @@ def request_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ..
     return tuple(_part(batch, first, stop, int(starts[first]), int(starts[stop])) for first, stop in pairwise(bounds))
 
 
-def token_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]:
+def token_slices(batch: HostBatch, cuts: Sequence[int]) -> HostBatches:
     """Cut a batch between tokens; a row that a cut falls into is in both slices, each with its own tokens.
 
     The slices are to be run in order within every layer; their arrays are views where nothing changes. A row without
