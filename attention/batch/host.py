@@ -212,8 +212,13 @@ def rows_batch(
         positions=positions.astype(np.int64),
         page_size=page_size,
     )
-    vars(batch).update(query_lens=lens.astype(np.int32), page_counts=layout.counts, page_indices=page_indices)
-    vars(batch).update(page_indptr=layout.indptr, last_page_len=layout.last_lens)
+    vars(batch).update(
+        query_lens=lens.astype(np.int32),
+        page_counts=layout.counts,
+        page_indices=page_indices,
+        page_indptr=layout.indptr,
+        last_page_len=layout.last_lens,
+    )
     return batch
 
 

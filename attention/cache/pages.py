@@ -295,9 +295,9 @@ class BlockTables:
             raise OutOfPagesError(f"{growth - free} pages are missing for {len(wanted)} rows; {free} are free")
 
     def _shrink(self, row: int, count: int) -> None:
-        have = self._counts[row]
-        self.allocator.release(self.table[row, count:have].tolist())
-        self.table[row, count:have] = NULL_PAGE  # a stale id would be another row's page by the next round
+        given_back = self.table[row, count : self._counts[row]]
+        self.allocator.release(given_back.tolist())
+        given_back[:] = NULL_PAGE  # a stale id would be another row's page by the next round
         self._counts[row] = count
 
     def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:

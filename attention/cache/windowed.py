@@ -90,8 +90,9 @@ class WindowedTables(BlockTables):
 
     def _shrink(self, row: int, count: int) -> None:
         kept = max(count, int(self._first[row]))
-        self.allocator.release(self.table[row, kept : self._counts[row]].tolist())
-        self.table[row, kept : self._counts[row]] = NULL_PAGE
+        given_back = self.table[row, kept : self._counts[row]]
+        self.allocator.release(given_back.tolist())
+        given_back[:] = NULL_PAGE
         self._counts[row] = count
         self._first[row] = min(int(self._first[row]), count)
 

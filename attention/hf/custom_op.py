@@ -21,6 +21,7 @@ from attention.errors import UnsupportedAttentionError
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
+Function = Callable[..., Any]
 _numbers = count()
 # Weak: compiled code holds only a channel's number, so that it keeps no engine alive.
 _channels: WeakValueDictionary[int, Channel[Any]] = WeakValueDictionary()
@@ -55,15 +56,13 @@ class Channel(Generic[Served]):
         return None if channel is None else channel.served
 
 
-def opaque_operator(
-    fake: Callable[..., Any], name: str = ""
-) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+def opaque_operator(fake: Function, name: str = "") -> Callable[[Function], torch.library.CustomOpDef]:
     """Register a function as the operator `specdec::<its name>`, which the compiler does not look into.
 
     fake: returns, for the same arguments, empty results with the shapes and dtypes that the compiler needs.
     """
 
-    def register(function: Callable[..., Any]) -> Any:
+    def register(function: Function) -> Any:
         # mutates_args is empty although caches are written; the module's docstring explains why that is safe.
         operator = torch.library.custom_op(f"specdec::{name or function.__name__}", function, mutates_args=())
         operator.register_fake(fake)

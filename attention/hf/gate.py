@@ -17,6 +17,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _POLL = 2e-4
@@ -88,7 +89,7 @@ _gates: dict[int, ForwardGate] = {}
 _forked = False
 
 
-def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
+def guard(root: nn.Module) -> tuple[RemovableHandle, ...]:
     """Let the user's forwards of `root` and specdec's wait for each other, until `unguard` removes the hooks.
 
     Several engines may guard the same model: a thread that already holds the gate passes the other hooks.
@@ -118,7 +119,7 @@ def unguard(configs: Sequence[Any], hooks: Sequence[RemovableHandle]) -> None:
 
 
 @contextmanager
-def guarded(root: torch.nn.Module) -> Iterator[None]:
+def guarded(root: nn.Module) -> Iterator[None]:
     """`guard` as a context manager."""
     hooks = guard(root)
     try:
@@ -132,7 +133,7 @@ def gate_of(config: Any) -> ForwardGate:
     return _gates.get(id(config)) or ForwardGate(is_guarding=False)
 
 
-def _before_forward(module: torch.nn.Module, args: Any) -> None:
+def _before_forward(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if _forked:
@@ -144,7 +145,7 @@ def _before_forward(module: torch.nn.Module, args: Any) -> None:
             gate.leave(users=True)
 
 
-def _after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+def _after_forward(module: nn.Module, args: Any, output: Any) -> None:
     if not torch.compiler.is_compiling() and (gate := _gates.get(id(module.config))) is not None:
         gate.leave(users=True)
 
@@ -154,7 +155,7 @@ def _in_forward(thread: int) -> bool:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         # Every call of a module runs `_call_impl`, and its frame goes away even if an interrupt skips the hooks.
-        if frame.f_code is torch.nn.Module._call_impl.__code__:
+        if frame.f_code is nn.Module._call_impl.__code__:
             return True
         frame = frame.f_back
     return False

@@ -15,8 +15,7 @@ Padding = tuple[Tensor, int]
 
 
 class _Known(threading.local):
-    slots: Tensor | None = None
-    page_size: int = 0
+    batch: Padding | None = None
 
 
 _known = _Known()
@@ -28,16 +27,15 @@ def padding_known(metadata: CommonAttentionMetadata) -> Iterator[None]:
 
     A token is padding where its slot lies in the null page. Its results are noise, and may be any finite numbers.
     """
-    before = _known.slots, _known.page_size
-    _known.slots, _known.page_size = metadata.slot_mapping, metadata.host.page_size
+    before, _known.batch = _known.batch, (metadata.slot_mapping, metadata.host.page_size)
     try:
         yield
     finally:
-        _known.slots, _known.page_size = before
+        _known.batch = before
 
 
 def padding_among(num_tokens: int) -> Padding | None:
     """Slots [T] of the tokens that a launch reads, and the size of a page: slots below it are padding's. None where
     they are not known."""
-    slots = _known.slots
-    return None if slots is None or len(slots) != num_tokens else (slots, _known.page_size)
+    known = _known.batch
+    return None if known is None or len(known[0]) != num_tokens else known

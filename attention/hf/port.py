@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from attention.errors import UnsupportedAttentionError
@@ -37,7 +37,7 @@ _OUTSIDE = (
 class AttentionPort:
     """Connects a model's attention modules to specdec's attention during a specdec forward."""
 
-    def __init__(self, root: torch.nn.Module, calls: Calls, borrowed: Iterable[Value] = ()) -> None:
+    def __init__(self, root: nn.Module, calls: Calls, borrowed: Iterable[Value] = ()) -> None:
         """root: the module that the user calls, and whose submodules made `calls`. borrowed: further attribute values
         for the duration of a specdec forward."""
         self._hooks, self._trainable = guard(root), trainable_modules(root)
@@ -91,7 +91,7 @@ class AttentionPort:
 
 
 def specdec_attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
@@ -53,7 +53,7 @@ class AttentionCall:
     attention_spec: its requirements on a kernel, in absorbed form where it has one. latent: the absorbed form, or None.
     """
 
-    module: torch.nn.Module
+    module: nn.Module
     attention_spec: AttentionSpec
     latent: AbsorbedAttention | None
 
@@ -114,7 +114,7 @@ def _recorded_recurrences(model: PreTrainedModel) -> AbstractContextManager[list
 
 
 @contextmanager
-def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
+def recorded_calls(root: nn.Module) -> Iterator[list[AttentionCall]]:
     """Record the calls of the attention modules under `root` while it runs; the calls return zeros.
 
     Raises (from inside the run):
@@ -137,7 +137,7 @@ transformers would keep that function, and with it the modules of the last model
 
 
 def _record(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -157,7 +157,7 @@ def _record(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _refuse_unknown(module: torch.nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse_unknown(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     known = _KNOWN_ARGUMENTS
     if reads_indices(module):  # set by the replaced forwards, see `attention.hf.model_specific`
         known, mask = known | {INDEX_ARGUMENT}, None if mask is None or mask.numel() == 1 else mask
@@ -175,7 +175,7 @@ def _refuse_unknown(module: torch.nn.Module, mask: Tensor | None, kwargs: dict[s
         )
 
 
-def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
+def _refuse_second(module: nn.Module, calls: list[AttentionCall]) -> None:
     if not any(call.module is module for call in calls):
         return
     if calls[-1].module is module:
@@ -187,7 +187,7 @@ def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
 
 
 def _attention_spec(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
 ) -> AttentionSpec:
     scaling = kwargs.get("scaling")
     return AttentionSpec(

@@ -22,7 +22,6 @@ from attention.errors import UnsupportedAttentionError, named_error
 from attention.hf.port import AttentionPort
 from attention.hf.probe import Probe, probe
 from attention.hf.weights import model_bytes
-from attention.spec import AttentionSpec
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Attend, LoopSize
@@ -154,15 +153,11 @@ def _probed(model: PreTrainedModel) -> Probe:
             "transformers' attention interface"
         )
     for call in found.calls:
-        _check_served(name, call.attention_spec)
+        odd = next((what for field, what in _UNSERVED.items() if getattr(call.attention_spec, field)), None)
+        if odd is not None:
+            raise HeadLoadError(f"{name} cannot draft: its layers have {odd}, which are not served in draft models")
     _check_rope(name, config)
     return found
-
-
-def _check_served(name: str, spec: AttentionSpec) -> None:
-    odd = next((what for field, what in _UNSERVED.items() if getattr(spec, field)), None)
-    if odd is not None:
-        raise HeadLoadError(f"{name} cannot draft: its layers have {odd}, which are not served in draft models")
 
 
 def _check_rope(name: str, config: Any) -> None:

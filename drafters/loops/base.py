@@ -67,20 +67,12 @@ class Draft:
 
 def from_layer(attend: Attend, first_layer: int) -> Attend:
     """The attention of a head whose layer 0 is layer `first_layer` of its cache group."""
-
-    def own(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(first_layer + layer, query, key, value)
-
-    return own
+    return lambda layer, query, key, value: attend(first_layer + layer, query, key, value)
 
 
 def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
     """Attention of a draft prefill in several passes: pass m has layer m of the group. One pass has all layers."""
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return runner.attend(planned[layer % len(planned)], layer, query, key, value)
-
-    return attend
+    return lambda layer, *states: runner.attend(planned[layer % len(planned)], layer, *states)
 
 
 @dataclass(frozen=True)

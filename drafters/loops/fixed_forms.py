@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +92,8 @@ class FixedChain(_Fixed):
         rows = max(limits.rows, 2) + 1  # above any bucket: code for a whole buffer would be compiled once more
         super().__init__((passes,), runner, aux, greedy, rows, limits.drafts)
         self._plain = passes
-        self._prefill: Callable[..., Any] = compiler(passes.prefill) if passes.can_compile else passes.prefill
-        self._step: Callable[..., Any] = compiler(passes.step) if passes.can_compile else passes.step
+        compiled = compiler if passes.can_compile else lambda function: function
+        self._prefill, self._step = compiled(passes.prefill), compiled(passes.step)
         hidden = passes.head.fuse(aux[:2])
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
 

@@ -181,9 +181,13 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
         )
         # Fills HostBatch's cached properties, which were computed for all steps at once; a frozen dataclass takes no
         # attributes.
-        vars(batch).update(query_lens=query_lens[step], page_counts=counts[step])
-        vars(batch).update(page_indices=pages[step, : used[step]])
-        vars(batch).update(page_indptr=sent.page_indptr[step], last_page_len=sent.last_page_len[step])
+        vars(batch).update(
+            query_lens=query_lens[step],
+            page_counts=counts[step],
+            page_indices=pages[step, : used[step]],
+            page_indptr=sent.page_indptr[step],
+            last_page_len=sent.last_page_len[step],
+        )
         batches.append(batch)
     return StepArrays(tuple(batches), sent)
 

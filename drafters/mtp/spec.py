@@ -14,6 +14,8 @@ from attention.hf.weights import dense_weight
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.mtp.convention import Feedback
 
+_NORMS = ("input_layernorm", "norm")
+"""Names of the first norm of a decoder layer; a layer with one mixer has only `norm`."""
 _NORM_EPS = ("rms_norm_eps", "layer_norm_epsilon")
 
 
@@ -83,9 +85,10 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
     """
     decoder, head, config = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
-    norm = next((n for n in _norms(layers[-1]) if n is not None), None) if layers is not None else None
-    eps = next((e for e in (getattr(config, name, None) for name in _NORM_EPS) if e is not None), None)
-    rotates = layers is not None and _takes_positions(layers[-1])
+    last = None if layers is None else layers[-1]
+    norm = next((n for name in _NORMS if (n := getattr(last, name, None)) is not None), None)
+    eps = next((e for name in _NORM_EPS if (e := getattr(config, name, None)) is not None), None)
+    rotates = _takes_positions(last)
     if layers is None or norm is None or eps is None or (rotates and rotary is None) or head is None:
         raise HeadMismatchError(
             f"{type(model).__name__} lacks what multi-token-prediction modules are built from: decoder layers with "
@@ -104,7 +107,7 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
     )
 
 
-def _takes_positions(layer: nn.Module) -> bool:
+def _takes_positions(layer: nn.Module | None) -> bool:
     """Whether a decoder layer or its attention takes cos and sin; a layer may pass them on among **kwargs."""
     modules = (layer, getattr(layer, "self_attn", None))
     return any("position_embeddings" in inspect.signature(m.forward).parameters for m in modules if m is not None)
@@ -123,11 +126,6 @@ def _readable(module: Any, what: str) -> Tensor:
             "rows; take a target whose embeddings are not quantised"
         )
     return weight
-
-
-def _norms(layer: nn.Module) -> tuple[nn.Module | None, ...]:
-    """Candidates for the first norm of a decoder layer; a layer with one mixer has only `norm`."""
-    return getattr(layer, "input_layernorm", None), getattr(layer, "norm", None)
 
 
 _SERVED_ATTENTION = ("full_attention", "sliding_attention")

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
+Arguments = tuple[Any, ...]
 Found = dict[str, Any]
 """What the names of a pattern stand for."""
 
@@ -26,7 +27,7 @@ class Call:
     """
 
     target: Any
-    args: tuple[Any, ...]
+    args: Arguments
     name: str = ""
     readers: int = 0
 
@@ -90,7 +91,7 @@ def alike(node: Any, other: Node) -> bool:
     return dtype_of(node) == dtype_of(other) and shape_of(node) == shape_of(other)
 
 
-def replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
+def replace(graph: Graph, node: Node, packet: Any, args: Arguments) -> None:
     """Call an operator of one result in place of `node`."""
     with graph.inserting_before(node):
         new = graph.call_function(packet.default, args)
@@ -99,7 +100,7 @@ def replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> Non
     erase(graph, node)
 
 
-def call_of_many(graph: Graph, packet: Any, args: tuple[Any, ...], values: Sequence[Any]) -> list[Node]:
+def call_of_many(graph: Graph, packet: Any, args: Arguments, values: Sequence[Any]) -> list[Node]:
     """Call an operator of several results with these fake tensors; returns the results, the call before them."""
     called = graph.call_function(packet.default, args)
     called.meta["val"] = tuple(values)

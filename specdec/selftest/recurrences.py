@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,9 +157,7 @@ def _inputs(
     def drawn(*shape: int) -> Tensor:
         return random(*shape).to(dtype)
 
-    def uniform(*shape: int) -> Tensor:
-        return random(*shape, form="uniform")
-
+    uniform = partial(random, form="uniform")
     match spec:
         case ConvSpec():
             return "short_conv", (drawn(count, spec.channels), drawn(spec.channels, spec.width), None, True)

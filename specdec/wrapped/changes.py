@@ -275,8 +275,7 @@ def _children(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
 
 
 def _own_forward(modules: Iterable[nn.Module]) -> str:
-    owner = next((module for module in modules if "forward" in module.__dict__), None)
-    return "" if owner is None else f"the forward of a {type(owner).__name__}"
+    return next((f"the forward of a {type(m).__name__}" for m in modules if "forward" in m.__dict__), "")
 
 
 def _parts(snapshot: _Snapshot) -> list[object]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.errors import named_error
@@ -24,7 +24,7 @@ _INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | _INDEXED_LAYERS
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The name by which transformers' modeling files have the attention interface."""
-_SAME_IN_TRAINING = (torch.nn.Linear, torch.nn.ModuleList, torch.nn.ModuleDict)
+_SAME_IN_TRAINING = (nn.Linear, nn.ModuleList, nn.ModuleDict)
 """What is made in training mode and computes the same in both modes."""
 
 
@@ -42,7 +42,7 @@ class TargetProbe:
 
     model: PreTrainedModel
     calls: Calls
-    layers: torch.nn.ModuleList
+    layers: nn.ModuleList
     vocab_size: int
     selects_rows: bool
     recurrent_calls: tuple[RecurrentCall, ...]
@@ -147,7 +147,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
     return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent, fp8)
 
 
-def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The part of a model that gives its last states, after the final norm: see `last_states`.
 
     It holds the input embedding and no output embedding. transformers' `get_decoder` is that part in most classes; in
@@ -168,7 +168,7 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     )
 
 
-def last_states(decoder: torch.nn.Module, output: Any, width: int) -> Tensor:
+def last_states(decoder: nn.Module, output: Any, width: int) -> Tensor:
     """[1, T, width], the last states in the output of a model's decoder (`decoder_of`).
 
     Raises:
@@ -239,13 +239,13 @@ def _likely_reason(model: PreTrainedModel) -> str:
     return f" (attention biased by distance: alibi={alibi} in its configuration)" if alibi else ""
 
 
-def _decoder_layers(model: PreTrainedModel, calls: Calls, recurrent: tuple[RecurrentCall, ...]) -> torch.nn.ModuleList:
+def _decoder_layers(model: PreTrainedModel, calls: Calls, recurrent: tuple[RecurrentCall, ...]) -> nn.ModuleList:
     """The layers that hold the attention modules in order, each as many (LongCat-Flash: two); of a model with recurrent
     ones, a layer may have any number of these and of attention modules, or none."""
     mixers = {*(call.module for call in calls), *(call.module for call in recurrent)}
     num_layers = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
-        if not isinstance(module, torch.nn.ModuleList) or not len(module):
+        if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         if recurrent:
             if len(module) == num_layers and mixers <= set(module.modules()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from attention.batch.metadata import CommonAttentionMetadata
@@ -99,14 +99,14 @@ class AuxStateRecorder:
             self._caught.clear()  # a forward that raised leaves no states to the next one
             self._missing.clear()
 
-    def _after_decoder(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_decoder(self, place: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._on:
             self._store(place, last_states(module, output, self._width))
 
-    def _before_layer(self, place: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_layer(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._store(place, args[0] if args else kwargs["hidden_states"])
 
-    def _after_layer(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_layer(self, place: int, module: nn.Module, args: Any, output: Any) -> None:
         self._store(place, output[0] if isinstance(output, tuple) else output)
 
     def _store(self, place: int, states: Tensor) -> None:
@@ -198,7 +198,7 @@ class Target:
             rotary = looked_up(found, self._embedding[:0], most)
         self._port = AttentionPort(probed.model, probed.calls, rotary)
         latent = [call.latent.module for call in probed.calls if call.latent is not None]
-        self.uncalled: tuple[torch.nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
+        self.uncalled: tuple[nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)
         self._recurrent: RecurrentPort | None = None
         if probed.recurrent_calls:
@@ -325,11 +325,7 @@ def _at_least_two(x: Tensor) -> Tensor:
 
 def _once(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Attention of a batch's only token, to which a second was added; only the first is written to the cache."""
-
-    def first(layer: int, query: Tensor, key: Tensor, value: Tensor, *sinks: Any) -> Tensor:
-        return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)
-
-    return first
+    return lambda layer, q, k, v, *sinks: attend(layer, q[:1], k[:1], v[:1], *sinks).repeat(2, 1, 1)
 
 
 def own_logits(engine: Any, token_ids: Sequence[int]) -> Tensor:
