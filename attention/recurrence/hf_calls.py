@@ -58,9 +58,8 @@ def _delta(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """query, key [1, T, Hk, Dk], value [1, T, Hv, Dv], g [1, T, Hv] or [1, T, Hv, Dk] -> [1, T, Hv, Dv], None."""
     _refuse_states(kwargs)
-    scale = query.shape[-1] ** -0.5
-    inputs = (query[0], key[0], value[0], g[0].float(), beta[0].float())
-    return mixing("gated_delta", *inputs, scale, use_qk_l2norm_in_kernel)[None], None
+    inputs = (query[0], key[0], value[0], g[0].float(), beta[0].float(), query.shape[-1] ** -0.5)
+    return mixing("gated_delta", *inputs, use_qk_l2norm_in_kernel)[None], None
 
 
 def _ssd(

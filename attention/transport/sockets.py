@@ -41,8 +41,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         try:
-            line = self.rfile.readline(_LONGEST_LINE)
-            if line:
+            if line := self.rfile.readline(_LONGEST_LINE):
                 for piece in self.server.transport.answer(json.loads(line)):
                     self.wfile.write(piece)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
@@ -88,12 +87,11 @@ class SocketTransport(Granting):
         """The answer to one request of a peer, as pieces of bytes."""
         if "done" in question:
             with self._lock:
-                if str(question["done"]) in self._granted:
-                    self._finished.append(str(question["done"]))
+                if (lease := str(question["done"])) in self._granted:
+                    self._finished.append(lease)
             return []
         with self._lock:  # revoking the lease waits: its pages stay until they are copied
-            error = self._refused(question)
-            if error:
+            if error := self._refused(question):
                 return [json.dumps({"error": error}).encode() + b"\n"]
             own = (self.piece(question["blocks"], *segment) for segment in question["segments"])
             pieces = [piece.cpu().numpy().tobytes() for piece in own]

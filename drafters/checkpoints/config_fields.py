@@ -110,8 +110,8 @@ def read(
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
-    good = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if not good:
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(value, kinds) or (kind is not bool and isinstance(value, bool)):
         raise HeadLoadError(f"config.json: {key} must be {kind.__name__}, not {value!r}")
     return kind(value)
 

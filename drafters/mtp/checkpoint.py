@@ -112,20 +112,16 @@ def _module_fields(folder: CheckpointFolder, form: MtpFormat, names: Names, star
     """Fields with the files of a module's tensors, and the tensors that are taken from the target instead."""
     own = {rest: full for rest, full in names.items() if rest not in _SHARED}
     files = sorted({folder.tensors[full].file.name for full in own.values()})
+    rest, full = next(iter(own.items()))
+    prefix = full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]  # as "model.layers.61."
     projection = next((full for rest, full in names.items() if form.rename(rest) == "eh_proj.weight"), "absent")
     copies = [full for rest, full in names.items() if rest in _SHARED]
     shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
     return [
-        ResolvedField(f"{start}tensors", len(own), f"{', '.join(files)}: {_start(own)}*"),
+        ResolvedField(f"{start}tensors", len(own), f"{', '.join(files)}: {prefix}*"),
         ResolvedField(f"{start}projection", list(folder.tensors[projection].shape), projection),
         ResolvedField(f"{start}embedding, lm_head", "the target's", shared),
     ]
-
-
-def _start(names: Names) -> str:
-    """Prefix of a module's tensor names in the files: "model.layers.61."."""
-    rest, full = next(iter(names.items()))
-    return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
 
 def deepseek_tensors(head: MtpHead, layer: int) -> StateDict:

@@ -88,7 +88,9 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
     last = None if layers is None else layers[-1]
     norm = next((n for name in _NORMS if (n := getattr(last, name, None)) is not None), None)
     eps = next((e for name in _NORM_EPS if (e := getattr(config, name, None)) is not None), None)
-    rotates = _takes_positions(last)
+    # A layer may pass cos and sin on to its attention among **kwargs.
+    takers = [module for module in (last, getattr(last, "self_attn", None)) if module is not None]
+    rotates = any("position_embeddings" in inspect.signature(module.forward).parameters for module in takers)
     if layers is None or norm is None or eps is None or (rotates and rotary is None) or head is None:
         raise HeadMismatchError(
             f"{type(model).__name__} lacks what multi-token-prediction modules are built from: decoder layers with "
@@ -105,12 +107,6 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
         embedding=_readable(model.get_input_embeddings(), "input embedding"),
         lm_head=_readable(head, "lm_head"),
     )
-
-
-def _takes_positions(layer: nn.Module | None) -> bool:
-    """Whether a decoder layer or its attention takes cos and sin; a layer may pass them on among **kwargs."""
-    modules = (layer, getattr(layer, "self_attn", None))
-    return any("position_embeddings" in inspect.signature(m.forward).parameters for m in modules if m is not None)
 
 
 def _readable(module: Any, what: str) -> Tensor:

@@ -299,9 +299,7 @@ def launch_acceptance(
     (rows, tokens), vocab, options = inputs[0].shape, logits.shape[1], dependent_launch(logits.device)
     parts = triton.cdiv(vocab, _PART)
     sums = packed.new_empty(rows, 2, parts)
-    head = None
-    if proposal is not None:
-        head = (*proposal, *proposal[0].stride()[:2], *proposal[1].stride()[:2])
+    head = None if proposal is None else (*proposal, *proposal[0].stride()[:2], *proposal[1].stride()[:2])
     sizes = {"vocab": vocab, "row_stride": logits.stride(0), "N": tokens - 1, "PART": _PART}
     _accept_kernel[(rows, parts)](
         logits, *inputs, accept_uniform, head, packed, sums, **sizes, accept_stride=accept_uniform.stride(0),

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from specdec.ops.fp8 import eight_bits
-from specdec.ops.fp8_kernel import quantised
+from specdec.ops.fp8_kernel import eight_bits, quantised
 from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)

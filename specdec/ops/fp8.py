@@ -65,7 +65,7 @@ def unrounded_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tens
     return F.linear(x, dequantised(weight, blocks, x.dtype), bias)
 
 
-@opaque_operator(lambda x: eight_bits(x))
+@opaque_operator(lambda x: _empty(x))
 def fp8_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, I] -> e4m3 [T, I], and float32 [T, ⌈I/128⌉]: the largest magnitude of each group over 448."""
     if x.is_cuda:
@@ -130,7 +130,7 @@ def _grouped(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 
-@opaque_operator(lambda x, weight, eps: eight_bits(x))
+@opaque_operator(lambda x, weight, eps: _empty(x))
 def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [1, T, H], weight [H] in half precision -> its `rms_norm` as e4m3 [T, H], scales [T, ⌈H/128⌉] float32."""
     if x.is_cuda:
@@ -140,7 +140,7 @@ def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
     return fp8_quantise(rms_norm(x, weight, eps)[0])
 
 
-@opaque_operator(lambda x, residual, weight, eps: (x.new_empty(x.shape), *eight_bits(x)))
+@opaque_operator(lambda x, residual, weight, eps: (x.new_empty(x.shape), *_empty(x)))
 def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [1, T, H] -> their sum, rounded, and its `rms_norm_fp8`."""
     if x.is_cuda:
@@ -151,7 +151,7 @@ def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
     return total, *fp8_quantise(normed[0])
 
 
-@opaque_operator(lambda gate, up: eight_bits(gate))
+@opaque_operator(lambda gate, up: _empty(gate))
 def silu_product_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """gate, up [1, T, F] or [T, F] -> their `silu_product` as e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
     if gate.is_cuda:
@@ -161,7 +161,7 @@ def silu_product_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return fp8_quantise(silu_product(gate, up).view(-1, gate.shape[-1]))
 
 
-def eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
     """Empty results for x [1, T, H] or [T, H]."""
     tokens, width = x.shape[-2:]
     return x.new_empty(tokens, width, dtype=FP8), x.new_empty(tokens, -(-width // BLOCK), dtype=torch.float32)

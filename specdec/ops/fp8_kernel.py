@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from specdec.ops.fp8 import eight_bits
 from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
@@ -142,6 +141,13 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     rounded, scale = quantised(x, out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * width + column, rounded, mask=column < width)
     tl.store(scale_ptr + token * groups + group, scale, mask=group < groups)
+
+
+def eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Results in 8 bits of the shape of x [1, T, F] or [T, F]: e4m3 [T, F], scales [T, ⌈F/128⌉] float32."""
+    tokens, width = x.shape[-2:]
+    scales = x.new_empty(tokens, triton.cdiv(width, 128), dtype=torch.float32)
+    return x.new_empty(tokens, width, dtype=torch.float8_e4m3fn), scales
 
 
 def launch_quantise(x: Tensor) -> tuple[Tensor, Tensor]:

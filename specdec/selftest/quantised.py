@@ -135,10 +135,10 @@ def fp8_self_test(layers: Fp8Layers) -> None:
         for tokens in _TOKENS:
             _test_linear(name, module, tokens)
     mixtures = {m.down_proj.shape: (n, m) for n, m in layers.experts.items()}
-    for name, module in mixtures.values():
-        _test_experts(name, module)
-        if module.has_gate:
-            _test_packed(name, module, own_form)
+    for name, experts in mixtures.values():
+        _test_experts(name, experts)
+        if experts.has_gate:
+            _test_packed(name, experts, own_form)
 
 
 def mxfp4_self_test(model: nn.Module) -> None:

@@ -168,8 +168,8 @@ class Fp8Layers:
         for name, module in found.items():
             for fault in _faults(module):
                 raise UnsupportedModelError(f"{what}: {name}{fault}")
-        self.linear: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Linear)}
-        self.experts: dict[str, Any] = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
+        self.linear = {n: m for n, m in found.items() if isinstance(m, FP8Linear)}
+        self.experts = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
         modules, holder = tuple(found.values()), object()
         _check_device(what, next(modules[0].parameters()).device)
         for module in modules:

@@ -258,7 +258,8 @@ class Kernel:
         fixed: PlanShape | None = None,
     ) -> None:
         """Waits for FlashInfer's kernel where it is being built; see `building`."""
-        module = building(group.format.dtype_for(dtype), key, dtype, route).wait()
+        cache = group.format.dtype_for(dtype)
+        module = building(cache, key, dtype, route).wait()
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self.route = route
@@ -270,7 +271,7 @@ class Kernel:
         self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
         buffers = _rows_of_a_page(fixed, workspace.device)
         fixed_buffers = {f"{name}_buf": x.to(workspace.device) for name, x in buffers.items()} if fixed else {}
-        variant = _sink_variant(group.format.dtype_for(dtype), key, dtype) if key.has_sinks else {}
+        variant = _sink_variant(cache, key, dtype) if key.has_sinks else {}
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
             workspace, group.layout, use_cuda_graph=fixed is not None, backend=route, **fixed_buffers, **variant
         )
@@ -282,7 +283,7 @@ class Kernel:
         self._wrapper.plan(
             *buffers.values(), key.num_q_heads, key.num_kv_heads, key.head_dim_k, group.page_size, causal=True,
             sm_scale=key.scale, window_left=window_left, logits_soft_cap=key.softcap, q_data_type=dtype,
-            kv_data_type=group.format.dtype_for(dtype), uniform_q_len=uniform, disable_split_kv=not self._splits,
+            kv_data_type=cache, uniform_q_len=uniform, disable_split_kv=not self._splits,
         )  # fmt: skip
         if not key.has_sinks:
             self._wrapper._jit_module = None  # which would be called with other arguments
