@@ -229,9 +229,11 @@ def _layer_config(spec: Eagle3Spec) -> Json:
         **layer_sizes(spec),
         "max_position_embeddings": rope["max_position_embeddings"],
         "rope_parameters": rope["rope_parameters"],
+        "attention_bias": spec.qkv_bias,
         "pad_token_id": None,  # the package gives a padding token no embedding
         "bos_token_id": None,
         "eos_token_id": None,
+        "tie_word_embeddings": False,
     }
     if not spec.qk_norm:
         config["mlp_bias"] = spec.mlp_bias

@@ -255,13 +255,11 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[ResolvedField]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    return [draft, _own_embed(shapes), by_presence({}, shapes, "own_lm_head", "lm_head.weight")]
-
-
-def _own_embed(shapes: Shapes) -> ResolvedField:
-    own = by_presence({}, shapes, "own_embed", EMBEDDING)
-    unscaled = "" if own.value else ": the target's rows, without the factor that some targets (Gemma) multiply them by"
-    return replace(own, source=own.source + unscaled)
+    own_embed = by_presence({}, shapes, "own_embed", EMBEDDING)
+    if not own_embed.value:
+        unscaled = ": the target's rows, without the factor that some targets (Gemma) multiply them by"
+        own_embed = replace(own_embed, source=own_embed.source + unscaled)
+    return [draft, own_embed, by_presence({}, shapes, "own_lm_head", "lm_head.weight")]
 
 
 def _modules(config: Config, shapes: Shapes) -> list[ResolvedField]:
@@ -299,6 +297,8 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> Json:
         **layer_sizes(spec),
         "target_hidden_size": spec.target_hidden_size,
         "draft_vocab_size": spec.draft_vocab_size if spec.own_lm_head else None,
+        "tie_word_embeddings": False,
+        "attention_bias": spec.qkv_bias,
         "mlp_bias": spec.mlp_bias,
         "use_qk_norm": spec.qk_norm,
         "bias": spec.fc_bias,
@@ -313,19 +313,17 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> Json:
 
 
 def layer_sizes(spec: Eagle3Spec) -> Json:
-    """Keys of config.json that say the same of a decoder layer in every layout."""
+    """Sizes of a decoder layer as every layout has them, in the order of exported files, which tests compare whole."""
     return {
+        "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "num_hidden_layers": spec.num_layers,
-        "rms_norm_eps": spec.rms_norm_eps,
         "hidden_act": "silu",
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": False,
-        "attention_bias": spec.qkv_bias,
+        "rms_norm_eps": spec.rms_norm_eps,
     }
 
 
