@@ -20,6 +20,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Json = dict[str, Any]
 """A JSON object."""
+Fields = Mapping[str, Any]
+"""Fields by name, to be read: of a JSON object, a message or a batch."""
 Options = dict[str, Any]
 """Options by name, as a call or a file gives them."""
 TokenIds = tuple[int, ...]

@@ -17,9 +17,9 @@ import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
 
 from specdec.errors import InvalidInputError
+from specdec.values import Json
 
 SPLITS = ("train", "heldout")
 LARGEST = 999
@@ -27,7 +27,7 @@ _STEPS = (1, 1, 2, 2, 2, 2, 3, 3, 3)  # how many lines an answer has, before the
 _HELDOUT_BYTES = 32  # of 256 values of the first hash byte
 
 
-_TEXTS: dict[str, Any] = tomllib.loads(files("evals").joinpath("data/problem_texts.toml").read_text("utf-8"))
+_TEXTS: Json = tomllib.loads(files("evals").joinpath("data/problem_texts.toml").read_text("utf-8"))
 
 WOMEN, MEN, THINGS = (tuple(_TEXTS[name].split()) for name in ("women", "men", "things"))
 ITEMS, PLACES = tuple(_TEXTS["items"]), tuple(_TEXTS["places"])

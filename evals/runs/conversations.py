@@ -19,6 +19,7 @@ from evals.runs.answers import Answer, Json, Turn, seconds_a_round, segments
 from specdec.errors import SpecdecError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
+from specdec.values import Fields
 
 Result = TypeVar("Result")
 
@@ -61,7 +62,7 @@ class Work:
     asking: Asking
 
 
-def run_chunk(models: Mapping[str, Any], work: Work) -> list[Answer]:
+def run_chunk(models: Fields, work: Work) -> list[Answer]:
     """Answer a chunk under every configuration; its index says which is first, so that none is always first.
 
     A chunk that raises is repeated question by question; what still raises becomes an answer with `error`.

@@ -13,7 +13,7 @@ from specdec.engine.streams import Stream, completed
 from specdec.errors import InvalidInputError, SpecdecError
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
-from specdec.values import is_whole, short
+from specdec.values import Fields, is_whole, short
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def is_lazy(prompts: Any) -> bool:
 
 
 def generated(
-    stream: Callable[..., Stream], prompts: Any, params: Any, options: Mapping[str, Any], group: int
+    stream: Callable[..., Stream], prompts: Any, params: Any, options: Fields, group: int
 ) -> Iterator[tuple[int, Completion]]:
     """(place, completion) of each as it finishes, of a list of prompts or of an iterator: see `generate_iter`.
 

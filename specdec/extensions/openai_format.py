@@ -29,7 +29,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Vocabulary
-from specdec.values import flag, short, whole
+from specdec.values import Fields, Json, flag, short, whole
 
 LEAST = -9999.0
 """The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
@@ -71,7 +71,7 @@ _STATUS: dict[type[Exception], int] = {
 }
 
 
-def body_of(data: bytes, name: str) -> dict[str, Any]:
+def body_of(data: bytes, name: str) -> Json:
     """The body of a request to the model that is called `name`.
 
     Raises:
@@ -88,7 +88,7 @@ def body_of(data: bytes, name: str) -> dict[str, Any]:
     return found
 
 
-def models_of(name: str, asked: str | None) -> dict[str, Any]:
+def models_of(name: str, asked: str | None) -> Json:
     """The list of models, of which there is one, or that one. Raises _UnknownModelError: another is asked for."""
     if asked not in (None, name):
         raise _UnknownModelError(f"there is no model {short(asked)}; there is {name!r}")
@@ -96,7 +96,7 @@ def models_of(name: str, asked: str | None) -> dict[str, Any]:
     return one if asked else {"object": "list", "data": [one]}
 
 
-def streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
+def streamed(body: Fields) -> tuple[bool, bool]:
     """Whether the answer is a stream, and whether that ends with its usage. Raises InvalidInputError: other values."""
     options = body.get("stream_options")
     if not isinstance(options, (Mapping, type(None))):
@@ -106,9 +106,7 @@ def streamed(body: Mapping[str, Any]) -> tuple[bool, bool]:
     return stream, counted
 
 
-def tools_of(
-    body: Mapping[str, Any], chat: bool, tokenizer: Any = None, family: str | AnswerFormat = "auto"
-) -> ToolUse:
+def tools_of(body: Fields, chat: bool, tokenizer: Any = None, family: str | AnswerFormat = "auto") -> ToolUse:
     """The tools of a body, and how the answers to it are read.
 
     family: how the model writes calls and reasoning: a name of `FORMATS`, "auto" (as the chat template shows), or a
@@ -125,7 +123,7 @@ def tools_of(
 
 
 def request_of(
-    body: Mapping[str, Any], chat: bool, allow_lark: bool = False, use: ToolUse | None = None
+    body: Fields, chat: bool, allow_lark: bool = False, use: ToolUse | None = None
 ) -> tuple[Any, SamplingParams]:
     """Prompts and parameters of the body of a chat completion, or of a completion.
 
@@ -162,7 +160,7 @@ def with_tools(params: SamplingParams, use: ToolUse) -> SamplingParams:
     return replace(params, grammar=use.grammar)
 
 
-def options_of(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+def options_of(given: Fields, chat: bool) -> Json:
     """Options of a body by the names of `SamplingParams`; what is null or asks for nothing is left out.
 
     Raises:
@@ -189,7 +187,7 @@ def _prompt_of(prompt: Any) -> Any:
     return prompt
 
 
-def chat_of(messages: Any, template: Mapping[str, Any]) -> Sequence[Any]:
+def chat_of(messages: Any, template: Fields) -> Sequence[Any]:
     """The messages of a body as templates read them: texts, and tool calls with arguments that are objects.
 
     template: options of the chat template in the body. Raises InvalidInputError: something that is not served.
@@ -200,7 +198,7 @@ def chat_of(messages: Any, template: Mapping[str, Any]) -> Sequence[Any]:
     return chats.with_options(found, template)
 
 
-def _text_of(turn: Mapping[str, Any]) -> str:
+def _text_of(turn: Fields) -> str:
     """Of a message's content: a text, parts that are texts, or null of an assistant that said nothing."""
     content = turn.get("content")
     content = "" if content is None and turn.get("role") == "assistant" else content
@@ -215,7 +213,7 @@ def _text_of(turn: Mapping[str, Any]) -> str:
 
 def response_of(
     done: Sequence[Completion], tokenizer: Any, chat: bool, use: ToolUse = PLAIN, stops: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> Json:
     """`choices` and `usage` of all completions of a request, in order. use: of `tools_of`. stops: its stop strings."""
     choices = []
     for index, one in enumerate(done):
@@ -232,7 +230,7 @@ def response_of(
 async def events(
     stream: Any,
     tokenizer: Any,
-    head: Mapping[str, Any],
+    head: Fields,
     chat: bool,
     counted: bool,
     use: ToolUse = PLAIN,
@@ -271,7 +269,7 @@ class _Choices:
         self._pieces = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer)))
         self._readers: dict[int, AnswerReader] = {}
 
-    def of(self, update: StreamUpdate) -> list[dict[str, Any]]:
+    def of(self, update: StreamUpdate) -> list[Json]:
         """Those of an update: one, or one for each delta of its tool calls and reasoning."""
         is_first, at = update.index not in self._pieces, update.index
         logprobs = told(self._pieces[at], update.logprobs, self._chat)
@@ -279,7 +277,7 @@ class _Choices:
         if self._use.format is not None:
             reader = self._readers.get(at) or self._make(self._stream.prompts[at])
             self._readers[at] = reader
-            each = deltas(reader.read(update.token_ids, update.completion is not None)) or [{}]
+            each = deltas(reader.read(update.token_ids, update.completion is not None)) or [Json()]
             has_calls = reader.num_calls > 0
         if is_first:
             each = [{"role": "assistant", **each[0]}, *each[1:]]
@@ -295,12 +293,12 @@ class _Choices:
         ]
 
 
-def head_of(name: str, chat: bool) -> dict[str, Any]:
+def head_of(name: str, chat: bool) -> Json:
     """What every part of an answer of the model that is called `name` begins with."""
     return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
 
-def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
+def usage_of(done: Sequence[Completion]) -> Json:
     """Tokens of completions; each prompt counts once. Accepted and rejected drafts are OpenAI's predictions."""
     rounds = [one.pooled for one in done]
     accepted, drafted = sum(own.accepted for own in rounds), sum(own.drafted for own in rounds)
@@ -318,7 +316,7 @@ def usage_of(done: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def error_of(error: BaseException) -> tuple[int, dict[str, Any]]:
+def error_of(error: BaseException) -> tuple[int, Json]:
     """The status of an answer to a request that failed by this error, and its body."""
     if (status := getattr(error, "status_code", None)) is not None:  # of Starlette
         return status, _error_body(status, str(getattr(error, "detail", error)))
@@ -329,13 +327,13 @@ def error_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     return status, _error_body(status, str(error) if known else "the server failed; its log says why")
 
 
-def _error_body(status: int, message: str) -> dict[str, Any]:
+def _error_body(status: int, message: str) -> Json:
     """The body of an answer with this status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _end_of(done: Completion | None, has_calls: bool = False) -> dict[str, Any]:
+def _end_of(done: Completion | None, has_calls: bool = False) -> Json:
     """OpenAI has no reasons for a time limit and a cancelled request: they are in `stop_reason`."""
     if done is None:
         return {"finish_reason": None}
@@ -378,14 +376,14 @@ class Pieces:
         return found
 
 
-def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -> dict[str, Any] | None:
+def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -> Json | None:
     """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were asked.
 
     The bytes of all tokens are those of the text. pieces: those of the tokens before, to which these are added.
     """
     if logprobs is None:
         return None
-    content, offsets, by_text = list[dict[str, Any]](), list[int](), list[dict[str, float]]()
+    content, offsets, by_text = list[Json](), list[int](), list[dict[str, float]]()
     for one in logprobs:
         top = [_entry(pieces.at_end(token_id), logprob) for token_id, logprob in one.top]
         piece = pieces.add(one.token_id)
@@ -402,11 +400,11 @@ def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -
     }
 
 
-def _entry(piece: Piece, logprob: float) -> dict[str, Any]:
+def _entry(piece: Piece, logprob: float) -> Json:
     return {"token": piece.text, "logprob": max(logprob, LEAST), "bytes": list(piece.data)}
 
 
-def _by_text(one: TokenLogprobs, own: Mapping[str, Any]) -> dict[str, float]:
+def _by_text(one: TokenLogprobs, own: Fields) -> dict[str, float]:
     """Alternatives of a token, and the token itself, by their texts; of equal texts those after the first have names
     with their ids."""
     found: dict[str, float] = {}

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from attention.errors import named_error
 from specdec.errors import InvalidInputError
-from specdec.values import Json, Options, flag, short
+from specdec.values import Fields, Json, Options, flag, short
 
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -44,7 +44,7 @@ class Chat(list[Any]):
     options: Options
 
 
-def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[Any]:
+def with_options(messages: Sequence[Any], given: Fields) -> Sequence[Any]:
     """The messages with these of the `CHAT_OPTIONS`; as they are where none is set.
 
     continue_final_message: the model goes on with the last message (or with this field of it), which stays open.
@@ -80,7 +80,7 @@ def with_options(messages: Sequence[Any], given: Mapping[str, Any]) -> Sequence[
 
 def _arguments(own: Json) -> Json:
     """Options of a chat that are arguments of `apply_chat_template`, checked; empty lists are left out."""
-    found = dict[str, Any]()
+    found = Options()
     for name, kinds, allowed in _LISTS:
         each = own.get(name, [])
         if not isinstance(each, (list, tuple)) or not all(any(kind(one) for kind in kinds) for one in each):

@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.errors import InvalidInputError
 from specdec.options.logits_options import token_ids
-from specdec.values import TokenIds, refuse, short
+from specdec.values import Fields, TokenIds, refuse, short
 
 Kind = Literal["json", "regex", "lark", "choice", "structural_tag"]
 Marker = str | TokenIds
@@ -119,7 +119,7 @@ class Grammar:
         return cls("choice", json.dumps(each), begin, end)
 
     @classmethod
-    def structural_tag(cls, structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> Grammar:
+    def structural_tag(cls, structures: Sequence[Fields], triggers: Sequence[str]) -> Grammar:
         """Free text in which, after a trigger, one of these structures must follow.
 
         structures: each with "begin", "schema" (of JSON) and "end". triggers: texts with which some "begin" starts.
@@ -147,7 +147,7 @@ class Grammar:
         return cls("structural_tag", json.dumps(found))
 
     @classmethod
-    def of_response_format(cls, given: Mapping[str, Any]) -> Grammar | None:
+    def of_response_format(cls, given: Fields) -> Grammar | None:
         """From OpenAI's `response_format`, `given` as a dict; None of {"type": "text"}. Also "regex", "grammar" (Lark),
         "choice" and "structural_tag", each with a field of that name or, of the last, with "structures" and "triggers".
 

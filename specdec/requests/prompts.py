@@ -10,7 +10,7 @@ from attention.errors import named_error
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
 from specdec.requests.chats import chat_ids, chat_text, num_characters, with_options
-from specdec.values import Options, flag, is_whole, short
+from specdec.values import Fields, Options, flag, is_whole, short
 
 Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
@@ -223,7 +223,7 @@ def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:
     )
 
 
-def _batch_rows(batch: Mapping[str, Any]) -> Sequence[list[int]]:
+def _batch_rows(batch: Fields) -> Sequence[list[int]]:
     """Rows of a BatchEncoding, or of a mapping like it, without padding."""
     if "input_ids" not in batch:
         raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message goes in a list; give {_KINDS}")

@@ -25,7 +25,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
-from specdec.values import Options
+from specdec.values import Json, Options
 
 _FEATURES = ("temperature", "top_k", "top_p")
 """Options that `add_request` takes for one request, as transformers'."""
@@ -49,7 +49,7 @@ class _Ongoing:
     def copy(self) -> GenerationOutput:
         """The output as it is now."""
         own, times = self.output, self.output.timestamps
-        lists: dict[str, Any] = {"generated_tokens": [*own.generated_tokens], "logprobs": [*own.logprobs]}
+        lists: Json = {"generated_tokens": [*own.generated_tokens], "logprobs": [*own.logprobs]}
         return replace(own, **lists, timestamps=None if times is None else [*times])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
 from specdec.requests.submission import filled
-from specdec.values import Json
+from specdec.values import Fields, Json
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -117,7 +117,7 @@ def columns(completion: Completion) -> Json:
     }
 
 
-def answer_columns(batch: Mapping[str, Any], answers: Iterable[TaskResult]) -> Json:
+def answer_columns(batch: Fields, answers: Iterable[TaskResult]) -> Json:
     """The batch's columns and those of its answers; a prompt of ids is called prompt_token_ids then.
 
     error: "" where a row has an answer.

@@ -19,7 +19,7 @@ from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, st
 from specdec.extensions.tools.tool_use import FIELDS
 from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Json, short
+from specdec.values import Fields, Json, short
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
@@ -69,7 +69,7 @@ def task_of(line: Line, asking: TaskDefaults) -> Task:
     return _task(line.number, partial(fields_of, line), _of_line, asking)
 
 
-def tasks_of(batch: Mapping[str, Any], asking: TaskDefaults) -> list[Task]:
+def tasks_of(batch: Fields, asking: TaskDefaults) -> list[Task]:
     """A task for each row of a batch of columns, those with an error among them.
 
     Columns: prompt, messages or token_ids; perhaps params (a dict of sampling options) and key. Others are passed on.

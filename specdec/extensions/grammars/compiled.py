@@ -24,7 +24,7 @@ from specdec.extensions.grammars.schemas import readable, strings_of
 from specdec.extensions.grammars.worker import GrammarThread, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
-from specdec.values import short
+from specdec.values import Json, short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
@@ -378,7 +378,7 @@ class GrammarCompiler:
             space = {}
         return str(self._lib.LLMatcher.grammar_from_json_schema(json.dumps(own), defaults=space))
 
-    def _tags(self, tags: Sequence[dict[str, Any]]) -> str:
+    def _tags(self, tags: Sequence[Json]) -> str:
         """Free text with a structure after each trigger: the token that is called so, or its text in other tokens."""
         triggers = [tag["trigger"] for tag in tags]
         others = [str(i) for text, i in self._special.items() if text not in triggers and i != self.eos]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specdec.values import short
+from specdec.values import Json, short
 
 _BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _VALUES = ("const", "enum", "default", "examples")
@@ -46,7 +46,7 @@ def strings_of(schema: Any) -> Iterator[str]:
         yield from _texts(list(_leaves([own.get("const"), own.get("enum")])))
 
 
-def _schemas(given: Any, by_name: bool = False) -> Iterator[dict[str, Any]]:
+def _schemas(given: Any, by_name: bool = False) -> Iterator[Json]:
     """A schema and all inside it. by_name: it is a dict of schemas."""
     if isinstance(given, list):
         for each in given:
@@ -59,7 +59,7 @@ def _schemas(given: Any, by_name: bool = False) -> Iterator[dict[str, Any]]:
                 yield from _schemas(value, not by_name and key in _BY_NAME)
 
 
-def _joined(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _joined(schema: Json) -> Iterator[Json]:
     """A schema and what its allOf adds to it."""
     yield schema
     for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
@@ -72,7 +72,7 @@ def _texts(given: Any) -> list[str]:
     return [text for text in given if isinstance(text, str)] if isinstance(given, (dict, list)) else []
 
 
-def _check_names(parts: Sequence[dict[str, Any]], llguidance: Any) -> None:
+def _check_names(parts: Sequence[Json], llguidance: Any) -> None:
     """parts: of one object's schema. Raises ValueError: see `readable`."""
     names = {name for part in parts for key in ("properties", "required") for name in _texts(part.get(key))}
     least = max(part["minProperties"] if isinstance(part.get("minProperties"), int) else 0 for part in parts)
@@ -98,7 +98,7 @@ def _has_no_other(pattern: str, names: set[str], llguidance: Any) -> bool:
     return not matcher.is_error() and matcher.try_consume_tokens(tokenizer.tokenize_bytes(b'{"')) < 2
 
 
-def _set_bounds(schemas: Sequence[dict[str, Any]]) -> None:
+def _set_bounds(schemas: Sequence[Json]) -> None:
     """Replace bounds that llguidance misreads, in place, by the next number inside of them that it reads correctly.
 
     For more than 1 and at most 1.25 it allows 1 itself, and likewise -1 for less than -1 and at least -1.25. It reads

@@ -25,6 +25,7 @@ from specdec.extensions.server.server_settings import ServerSettings
 from specdec.extensions.tools.tool_use import ToolUse
 from specdec.requests.prompts import split_prompts
 from specdec.requests.sampling import SamplingParams
+from specdec.values import Json
 
 T = TypeVar("T")
 _SIZES = {"max_n": "completions of a prompt (n)", "max_grammar_bytes": "bytes of a grammar, or of schemas of tools"}
@@ -173,7 +174,7 @@ async def unless_gone(request: Request, stream: Any, work: Coroutine[Any, Any, T
             task.cancel()
 
 
-def answered(fields: dict[str, Any], status: int = 200, headers: Any = None) -> Response:
+def answered(fields: Json, status: int = 200, headers: Any = None) -> Response:
     """JSON."""
     return Response(json.dumps(fields), status, headers, "application/json")
 

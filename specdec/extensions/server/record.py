@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Scope
@@ -15,6 +15,7 @@ from starlette.types import Message, Scope
 from specdec.engine.streams import StreamUpdate
 from specdec.errors import SpecdecError
 from specdec.requests.request import Completion
+from specdec.values import Json
 
 _SANE_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 """An id of a request that is taken over from its header."""
@@ -136,6 +137,6 @@ class RequestRecord:
         """Seconds since its arrival."""
         return round(time.perf_counter() - self._begun, 4)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Json:
         """What the log has of it, without what is not known."""
         return {name: value for name in _LOGGED if (value := getattr(self, name)) not in ("", None)}

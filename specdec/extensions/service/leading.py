@@ -15,7 +15,6 @@ import threading
 import weakref
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -28,6 +27,7 @@ from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
 from specdec.requests.chats import num_characters
 from specdec.requests.request import Call
+from specdec.values import Fields, Options
 
 _FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
 _LONGEST_END = 5.0
@@ -194,7 +194,7 @@ def leader_of(model: Any) -> Leader:
     return found
 
 
-def stream_of(model: Any, prompts: Any, params: Any, options: dict[str, Any]) -> AsyncStream:
+def stream_of(model: Any, prompts: Any, params: Any, options: Options) -> AsyncStream:
     """See `SpeculativeModel.stream_async`."""
     leader = leader_of(model)
     own = [*params] if isinstance(params, (list, tuple)) else [params]
@@ -203,7 +203,7 @@ def stream_of(model: Any, prompts: Any, params: Any, options: dict[str, Any]) ->
     return AsyncStream(leader, partial(model.stream, prompts, params, **options), readers)
 
 
-def _is_long(prompts: Any, options: Mapping[str, Any]) -> bool:
+def _is_long(prompts: Any, options: Fields) -> bool:
     """Whether a call's texts take long to tokenise: other calls do not wait behind it."""
     own = prompts if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else ()
     return len(own) > _MANY or num_characters([own or prompts, options]) > _LONG

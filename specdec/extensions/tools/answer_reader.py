@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import regex
@@ -17,6 +17,7 @@ from specdec.extensions.tools.answer_formats import AnswerFormat, Opening, Where
 from specdec.extensions.tools.tool_use import ToolUse
 from specdec.requests.request import Completion
 from specdec.requests.text import TextStream, Vocabulary
+from specdec.values import Fields, Json
 
 _PROMPT_END = 64
 """Tokens of a prompt in which the marker that opens reasoning may be, with white space."""
@@ -276,9 +277,9 @@ class AnswerReader:
         return parts
 
 
-def deltas(parts: Iterable[AnswerPart]) -> list[dict[str, Any]]:
+def deltas(parts: Iterable[AnswerPart]) -> list[Json]:
     """The parts as `delta`s of a stream in OpenAI's form."""
-    found = list[dict[str, Any]]()
+    found = list[Json]()
     for part in parts:
         if part.kind in _FIELDS:
             found.append({_FIELDS[part.kind]: part.text})
@@ -292,9 +293,9 @@ def deltas(parts: Iterable[AnswerPart]) -> list[dict[str, Any]]:
     return found
 
 
-def message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
+def message_of(parts: Iterable[AnswerPart]) -> Json:
     """The parts as an assistant's `message` in OpenAI's form; content is None where there are calls alone."""
-    texts, calls = dict[str, str](), list[dict[str, Any]]()
+    texts, calls = dict[str, str](), list[Json]()
     for delta in deltas(parts):
         for name, value in delta.items():
             if name != "tool_calls":
@@ -307,9 +308,7 @@ def message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **texts, **({"tool_calls": calls} if calls else {})}
 
 
-def answer_of(
-    completion: Completion, tokenizer: Any, family: str = "auto", stops: Sequence[str] = ()
-) -> dict[str, Any]:
+def answer_of(completion: Completion, tokenizer: Any, family: str = "auto", stops: Sequence[str] = ()) -> Json:
     """A completion as a message with `content`, `reasoning_content` and `tool_calls`, which a chat goes on with.
 
     Args:
@@ -327,7 +326,7 @@ def answer_of(
     return message_of(reader.read(completion.token_ids, last=True))
 
 
-def _by_response_template(completion: Completion, tokenizer: Any, stops: Sequence[str]) -> dict[str, Any] | None:
+def _by_response_template(completion: Completion, tokenizer: Any, stops: Sequence[str]) -> Json | None:
     """The message as transformers parses it; None: the tokenizer has no template, or the answer is not of its form.
 
     Source: huggingface/transformers, utils/chat_parsing/response_parser.py.
@@ -343,7 +342,7 @@ def _by_response_template(completion: Completion, tokenizer: Any, stops: Sequenc
         return None
 
 
-def _parts_of(message: Mapping[str, Any]) -> Iterator[AnswerPart]:
+def _parts_of(message: Fields) -> Iterator[AnswerPart]:
     if thought := message.get("reasoning_content") or message.get("thinking"):
         yield AnswerPart("reasoning", thought)
     if text := message.get("content"):

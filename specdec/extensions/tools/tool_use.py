@@ -13,7 +13,7 @@ from typing import Any
 from specdec.errors import InvalidInputError
 from specdec.extensions.tools.answer_formats import ARGUMENTS, CALLS, FORMATS, AnswerFormat
 from specdec.requests.grammar import Grammar
-from specdec.values import flag, refuse, short
+from specdec.values import Fields, Json, flag, refuse, short
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 """Fields of a body that a `ToolUse` is made of."""
@@ -29,7 +29,7 @@ class ToolUse:
         name: of the tool that must be called. one: the first call alone counts.
     """
 
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Fields] = ()
     grammar: Grammar | None = None
     format: AnswerFormat | None = None
     reads_calls: bool = False
@@ -37,7 +37,7 @@ class ToolUse:
     one: bool = False
 
 
-def tool_use(given: Mapping[str, Any], own: AnswerFormat | None, template: Any = None) -> ToolUse:
+def tool_use(given: Fields, own: AnswerFormat | None, template: Any = None) -> ToolUse:
     """The `ToolUse` of a body's `FIELDS`. own: the format of the model's family, if it is known. template: its chat
     template, which tells whether the model reasons first.
 
@@ -66,9 +66,9 @@ def tool_use(given: Mapping[str, Any], own: AnswerFormat | None, template: Any =
     return replace(found, grammar=Grammar.json(schema, begin=end), format=form)
 
 
-def _tools_of(given: Any) -> dict[str, Mapping[str, Any]]:
+def _tools_of(given: Any) -> dict[str, Fields]:
     """The functions of a body's tools, by name."""
-    found = dict[str, Mapping[str, Any]]()
+    found = dict[str, Fields]()
     if given is not None and not isinstance(given, (list, tuple)):
         raise refuse("tools", given, 'a list of {"type": "function", "function": {"name": …, "parameters": …}}')
     for tool in given or ():
@@ -95,12 +95,12 @@ def _choice_of(given: Any, names: Sequence[str]) -> tuple[str, str]:
     return "named", str(name)
 
 
-def _schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _schema_of(tool: Fields) -> Json:
     """A call's arguments are an object, whatever the schema says."""
     return {"type": "object", **(tool.get("parameters") or {})}
 
 
-def _list_schema(tools: Mapping[str, Mapping[str, Any]], one: bool) -> dict[str, Any]:
+def _list_schema(tools: Mapping[str, Fields], one: bool) -> Json:
     """Of a list of calls, in the form of `CALLS`."""
     each = []
     for name, tool in tools.items():
@@ -110,7 +110,7 @@ def _list_schema(tools: Mapping[str, Mapping[str, Any]], one: bool) -> dict[str,
     return found | ({"maxItems": 1} if one else {})
 
 
-def _strict(tools: Mapping[str, Mapping[str, Any]], count: int, own: AnswerFormat | None) -> Grammar:
+def _strict(tools: Mapping[str, Fields], count: int, own: AnswerFormat | None) -> Grammar:
     """Free text in which calls follow their schemas. tools: the strict ones. count: of all; others were ruled out."""
     if own is None or not own.strict or len(tools) < count:
         known = ", ".join(name for name, each in FORMATS.items() if each.strict)
