@@ -30,7 +30,8 @@ _HELDOUT_BYTES = 32  # of 256 values of the first hash byte
 _TEXTS: Json = tomllib.loads(files("evals").joinpath("data/problem_texts.toml").read_text("utf-8"))
 
 WOMEN, MEN, THINGS = (tuple(_TEXTS[name].split()) for name in ("women", "men", "things"))
-ITEMS, PLACES = tuple(_TEXTS["items"]), tuple(_TEXTS["places"])
+ITEMS = tuple(_TEXTS["items"])
+PLACES = tuple(_TEXTS["places"])
 BOXES: tuple[tuple[str, str], ...] = tuple((one, several) for one, several in _TEXTS["boxes"])
 QUESTIONS: dict[str, tuple[str, ...]] = {subject: tuple(texts) for subject, texts in _TEXTS["questions"].items()}
 
@@ -49,7 +50,8 @@ def _frames(kind: str) -> tuple[Frame, ...]:
     return tuple(Frame(needs, gives, text, tuple(map(tuple, lines))) for needs, gives, text, *lines in _TEXTS[kind])
 
 
-OPENINGS, EVENTS = _frames("openings"), _frames("events")
+OPENINGS = _frames("openings")
+EVENTS = _frames("events")
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,14 @@ def _attempt(rng: random.Random) -> Problem | None:
     words = _words(rng)
     steps = rng.choice(_STEPS)
     opening = rng.choice([frame for frame in OPENINGS if len(frame.lines) <= steps])
-    state, frame = _State("", rng.randint(*((4, 60) if opening.lines else (10, 300))), (), (), ()), opening
+    state = _State("", rng.randint(*((4, 60) if opening.lines else (10, 300))), (), (), ())
+    frame = opening
     while True:
         found = _apply(rng, frame, state, words)
         if found is None:
             return None
-        state, room = found, steps - len(found.lines)
+        state = found
+        room = steps - len(found.lines)
         if room <= 0:
             break
         events = [f for f in EVENTS if f.needs == state.subject and len(f.lines) <= room and f not in state.used]
@@ -142,7 +146,8 @@ def _apply(rng: random.Random, frame: Frame, state: _State, words: dict[str, str
 def _worked(expression: str, numbers: dict[str, int]) -> tuple[str, int]:
     """The calculation as written in the answer, with a place for a dollar sign, and its result."""
     left, operator, right = tuple(expression)
-    a, b = _value(left, numbers), _value(right, numbers)
+    a = _value(left, numbers)
+    b = _value(right, numbers)
     result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
     return f"{a}{operator}{b} = {{}}<<{a}{operator}{b}={result}>>{result}", result
 

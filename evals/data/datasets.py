@@ -165,12 +165,15 @@ def _parse(line: bytes, where: str) -> Record:
 
 
 def _named(name: str, data_dir: Path | None) -> DataSet:
-    known, folder = NAMED[name], data_folder(data_dir)
+    known = NAMED[name]
+    folder = data_folder(data_dir)
     path = None if folder is None else folder / known.path
     if path is not None and path.is_file():
-        data, place = _from_file(path, name, known.task), str(path)
+        data = _from_file(path, name, known.task)
+        place = str(path)
     elif known.hub is not None and path is None:
-        data, place = _from_hub(name, known.hub, known.task), known.hub[0]
+        data = _from_hub(name, known.hub, known.task)
+        place = known.hub[0]
     else:
         where = folder or f"the data folder ({DATA_VARIABLE} or --data-dir)"
         raise DataError(f"data set {name!r} needs the file {known.path} in {where}")

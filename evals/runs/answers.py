@@ -144,7 +144,9 @@ def _lengths(turn: Turn) -> list[int]:
     return [record.accepted + 1 for record in turn.rounds]
 
 
-ACCEPTED, REJECTED, TARGET = "accepted", "rejected", "target"
+ACCEPTED = "accepted"
+REJECTED = "rejected"
+TARGET = "target"
 _CONTEXT = 8  # tokens decoded before a piece, so that multi-byte characters and spaces come out right
 
 

@@ -205,7 +205,8 @@ _OF_ONE_START = ("start", "kernels")
 
 def _facts(model: Any) -> Json:
     described = {name: value for name, value in model.describe().items() if name not in _OF_ONE_START}
-    ranks, template = getattr(model, "ranks", None), getattr(model.tokenizer, "chat_template", None)
+    ranks = getattr(model, "ranks", None)
+    template = getattr(model.tokenizer, "chat_template", None)
     part = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "  # the weights that this process holds
     return {
         **described,

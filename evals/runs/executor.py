@@ -55,7 +55,8 @@ def collect(executor: Executor, plan: Plan, store: RunStore, report: Report) -> 
 
     report: called with the answers of every finished chunk, those found in the store first.
     """
-    names, questions = [arm.name for arm in plan.arms], plan.data.questions
+    names = [arm.name for arm in plan.arms]
+    questions = plan.data.questions
     left = [work for work in plan.works if not all(store.finished(question.id, names) for question in work.chunk)]
     missing = {question.id for work in left for question in work.chunk}
     report(list(_kept([question for question in questions if question.id not in missing], store, names)))
@@ -143,10 +144,12 @@ class RayExecutor:
         import ray
 
         waiting = list(reversed(works))
-        idle, running = list(self._actors), dict[Any, tuple[Work, Any]]()
+        idle = list(self._actors)
+        running = dict[Any, tuple[Work, Any]]()
         while waiting or running:
             while waiting and idle:
-                work, actor = waiting.pop(), idle.pop()
+                work = waiting.pop()
+                actor = idle.pop()
                 running[actor.answer.remote(work)] = (work, actor)
             done, _ = ray.wait(list(running), timeout=_CHUNK_S)
             for reference in done:

@@ -90,7 +90,8 @@ def _records(options: Options, load: LoadOptions, asking: TaskDefaults, workers:
     """What answers lines: a model in this process, or workers."""
     from specdec.cli.options import draft_of, load_model
 
-    model, draft = options["model"], options["draft"]
+    model = options["model"]
+    draft = options["draft"]
     if workers is not None:
         from specdec.extensions.batches.ray import spread
 

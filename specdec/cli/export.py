@@ -115,7 +115,8 @@ def _exported(
     from specdec.loading.heads import outline_target
     from specdec.loading.names import is_available, target_of_head
 
-    path, overrides = _eagle_head(head, target), Eagle3Overrides.of(options.head_overrides or {})
+    path = _eagle_head(head, target)
+    overrides = Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
     facts = target_of_files(path, overrides) if outline is None else outline.facts

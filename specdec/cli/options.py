@@ -112,8 +112,10 @@ def load_options(
 
 
 def _click_option(load: Field[Any], **changes: Any) -> Callable[[Any], Any]:
-    about, dashed = option_of(load), load.name.replace("_", "-")
-    words, settings = f"--{dashed}", Options(help=about.help, default=load.default)
+    about = option_of(load)
+    dashed = load.name.replace("_", "-")
+    words = f"--{dashed}"
+    settings = Options(help=about.help, default=load.default)
     if isinstance(about.kind, Flag):
         settings |= {"is_flag": True}
         words += f"/--no-{dashed}" if load.default else ""

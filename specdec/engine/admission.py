@@ -179,7 +179,8 @@ class Admission:
             )
 
     def _check_num_drafts(self, params: SamplingParams) -> None:
-        asked, most = params.num_speculative_tokens, self.config.num_speculative_tokens
+        asked = params.num_speculative_tokens
+        most = self.config.num_speculative_tokens
         if asked is not None and asked > most:
             raise InvalidInputError(
                 f"num_speculative_tokens={asked}: this model was loaded for at most {most}; to raise that, give "
@@ -195,7 +196,8 @@ class Admission:
             )
         chunk = self.config.max_num_batched_tokens
         for pages in self._windowed:
-            needed, most = pages.most_pages(limit, chunk), pages.allocator.num_pages - 1
+            needed = pages.most_pages(limit, chunk)
+            most = pages.allocator.num_pages - 1
             if needed > most:
                 raise CacheTooSmallError(
                     f"{limit} tokens, read up to {chunk} at a time, need {needed} pages of {pages.page_size} tokens in "
@@ -233,8 +235,11 @@ def admission_order(lengths: Sequence[int], rows: int) -> list[int]:
         return list(came)
     end = max(sum(lengths) / rows, max(lengths))
     by_length = iter(sorted(came, key=lambda i: -lengths[i]))
-    in_turn, longest = iter(came), next(by_length)
-    ends, taken, order = [0.0] * rows, set[int](), list[int]()
+    in_turn = iter(came)
+    longest = next(by_length)
+    ends = [0.0] * rows
+    taken = set[int]()
+    order = list[int]()
     while len(order) < len(lengths):
         while longest in taken:
             longest = next(by_length)

@@ -69,7 +69,8 @@ def commit(
     """
     rows = schedule.rows[target.decided]
     width = np.arange(outcome.tokens.shape[1])
-    length, limit = table.length[rows], table.limit[rows]
+    length = table.length[rows]
+    limit = table.limit[rows]
     count = np.minimum(outcome.num_accepted + 1, limit - length)
     is_eos = ending_tokens(outcome.tokens, count, table.eos[rows])
     at_eos = np.any(is_eos, axis=1)

@@ -43,7 +43,9 @@ class Feeding(Iterator[Fed], Generic[T]):
     def __init__(self, open_stream: Callable[[list[T]], Stream], items: Iterable[T], group: int) -> None:
         """open_stream: makes an unread stream of the requests of some items. If it raises InvalidInputError for several
         items, each is tried separately, and only the items that fail separately are reported as refused."""
-        self._open, self._items, self._group = open_stream, enumerate(items), group
+        self._open = open_stream
+        self._items = enumerate(items)
+        self._group = group
         self._stream: Stream | None = None
         self._owners: dict[int, int] = {}
         self._error: Exception | None = None
@@ -76,7 +78,8 @@ class Feeding(Iterator[Fed], Generic[T]):
 
     def _read(self) -> Iterator[Fed]:
         """Queue the next group. Yields refused items, and stops if their reader ends the iteration."""
-        group, error = list[tuple[int, T]](), None
+        group = list[tuple[int, T]]()
+        error = None
         try:
             for one in islice(self._items, self._group):
                 group.append(one)
@@ -105,7 +108,8 @@ class Feeding(Iterator[Fed], Generic[T]):
                 for one in group:
                     yield from self._queue([one])
             return
-        numbers, item = iter(group), -1
+        numbers = iter(group)
+        item = -1
         for place, is_first in zip(places, firsts, strict=True):
             item = next(numbers)[0] if is_first else item
             self._owners[place] = item

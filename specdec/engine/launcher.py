@@ -73,7 +73,8 @@ class Launcher:
         self.executor = executor
         self._scheduler = scheduler
         self._table = table
-        self._page_size, self._extras = config.page_size, config.extras
+        self._page_size = config.page_size
+        self._extras = config.extras
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
@@ -112,7 +113,8 @@ class Launcher:
         Then the next launch can wait: it takes the host a tenth of the time that a short prompt on cached pages takes
         in all, and the device has the draft prefill of this round to run meanwhile.
         """
-        schedule, guests = current.schedule, self._scheduler.guests
+        schedule = current.schedule
+        guests = self._scheduler.guests
         if schedule.num_drafting or self._scheduler.waiting or (guests is not None and guests.leaving):
             return False
         return len(current.target.decided) == len(schedule.rows)
@@ -144,7 +146,8 @@ class Launcher:
             loop = draft_input(committed.verified, schedule, *own)
             target = target_arrays(schedule, self._table, tables)
             device = self.send(target, schedule.rows, partial(self.executor.send, loop))
-            draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
+            draft = self.executor.draft(device, last.verification.aux_hidden_states)
+            places = np.arange(len(places))
             assert draft is not None
         return draft, places
 
@@ -167,7 +170,8 @@ class Launcher:
         loop; on a CPU that would only delay the host."""
         if verification is None and self._queue_verification:
             verification = self.executor.verify(device, draft)
-        counters, transfers = self._counters, self.executor.transfers
+        counters = self._counters
+        transfers = self.executor.transfers
         counters.rounds += 1
         if any(target.extras):
             counters.early_reads += reads_early(self._extras, target.extras)
@@ -180,7 +184,8 @@ class Launcher:
     def tables(self, schedule: Schedule, more_tokens: int) -> RoundTables:
         """All block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
         longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
-        pages, head = self._scheduler.target_pages, self._scheduler.head_pages
+        pages = self._scheduler.target_pages
+        head = self._scheduler.head_pages
         width = pages.width_for(longest)
         windowed = tuple(WindowedTable(g.reach, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
         own = None if head is None else head.table[:, :width]
@@ -198,7 +203,8 @@ class Launcher:
         If a row awaits drafts from the host, or the host must know its tokens, the read comes first. A row that
         the read ends is computed once more in vain; its pages are reused only after that round.
         """
-        verification, rows = current.verification, current.schedule.rows
+        verification = current.verification
+        rows = current.schedule.rows
         if isinstance(verification, ChainedVerification) and self._table.must_be_read(rows):
             return None
         self._reserved = None
@@ -216,7 +222,8 @@ class Launcher:
         awaits drafts of the host."""
         if draft is None or self._reserved is None or self._table.awaits(current.schedule.rows):
             return None
-        rows, accepted = current.schedule.rows, outcome.num_accepted
+        rows = current.schedule.rows
+        accepted = outcome.num_accepted
         drafts = drafts_after(current.target, accepted)
         if not drafts.all() or ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows]).any():
             return None

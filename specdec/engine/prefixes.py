@@ -99,7 +99,8 @@ class Prefixes:
         """The cached pages for a waiting request that reads `prefill` tokens before it decodes."""
         if not request.params.cache_prefix:
             return NOTHING
-        tokens, drafts = request.committed[: min(prefill, request.shareable)], self._drafts(request.num_drafts)
+        tokens = request.committed[: min(prefill, request.shareable)]
+        drafts = self._drafts(request.num_drafts)
         return self.cache.find(tokens, drafts, request.variant)
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
@@ -107,9 +108,12 @@ class Prefixes:
         if not self.owing or not request.params.cache_prefix:
             return False
         prefill = min(prefill, request.shareable)
-        drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
+        drafts = self._drafts(request.num_drafts)
+        tokens = request.committed[:prefill]
+        rows = self._table
         taken = len(found.pages)
-        begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size
+        begin = taken * self.cache.page_size
+        end = (taken + 1) * self.cache.page_size
         for row, registered in self.owing.items():
             stop = min(prefill, int(rows.prefill[row]))
             if rows.variant[row] != request.variant:
@@ -147,7 +151,8 @@ class Prefixes:
             schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
                 head reaches the end of the committed tokens of rows with drafts, and of rows that continue reading.
         """
-        table, rows = self._table, schedule.rows
+        table = self._table
+        rows = schedule.rows
         head_reads = rows[(schedule.num_drafts > 0) | table.prefilling(rows)]
         table.head_computed[head_reads] = table.computed[head_reads]
         for row, registered in list(self.owing.items()):
@@ -165,7 +170,8 @@ class Prefixes:
         if not self.owing:
             return
         for row in set(rows.tolist()) & self.owing.keys():
-            computed, tokens = int(self._table.computed[row]), self._tokens(row)
+            computed = int(self._table.computed[row])
+            tokens = self._tokens(row)
             for group, tables in enumerate(self._windowed_pages):
                 first, pages = tables.to_be_freed(row, computed)
                 self.cache.register_windowed(tokens, group, first, pages, int(self._table.variant[row]))
@@ -191,7 +197,9 @@ class Prefixes:
         Raises:
             InvariantError: it would write to a page that is registered, or that another row holds.
         """
-        size, table, allocators = self.cache.page_size, self._table, (self.cache.pages, *self.cache.windowed)
+        size = self.cache.page_size
+        table = self._table
+        allocators = (self.cache.pages, *self.cache.windowed)
         for row in rows.tolist():
             begin = int(table.computed[row])
             for allocator, tables in zip(allocators, (self._target_pages, *self._windowed_pages), strict=True):
@@ -206,7 +214,8 @@ class Prefixes:
         A row whose last tokens were dropped at an eos id has computed more than is committed. Module M-1's entry at p
         is there once the states before p + M are read.
         """
-        table, size = self._table, self.cache.page_size
+        table = self._table
+        size = self.cache.page_size
         committed = int(table.length[row])
         target = min(int(table.computed[row]), committed)
         head = min(int(table.head_computed[row]), committed - 1) - self._num_following + 1
@@ -224,7 +233,8 @@ class Prefixes:
         heads: list[int] = []
         if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
             heads = self._head_pages.pages_of(row)[:num_head_pages]
-        tokens, variant = self._tokens(row), int(self._table.variant[row])
+        tokens = self._tokens(row)
+        variant = int(self._table.variant[row])
         pages = self._target_pages.pages_of(row)[:num_pages]
         self.cache.register(tokens, pages, heads, variant)
         for group, tables in enumerate(self._windowed_pages):

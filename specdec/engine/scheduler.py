@@ -52,7 +52,8 @@ class Usage:
 def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAllocator | None = None) -> WindowedTables:
     """Empty block tables of a windowed group, with an unused last row, and room for padding tokens after a row."""
     length = config.max_model_len + config.num_speculative_tokens + 1
-    rows, reach = config.max_num_seqs + 1, pool.reach
+    rows = config.max_num_seqs + 1
+    reach = pool.reach
     return WindowedTables(pool.num_pages, rows, length, config.page_size, reach, allocator)
 
 
@@ -105,7 +106,9 @@ class Scheduler:
 
     def usage(self, requests: int) -> Usage:
         """See `Usage`. Raises InvariantError, in check mode, when a page has no owner or two."""
-        target, head, windowed = self.target_pages, self.head_pages, self.windowed_pages
+        target = self.target_pages
+        head = self.head_pages
+        windowed = self.windowed_pages
         if CHECKS.on:
             for pages in self.pools():
                 pages.validate()
@@ -165,7 +168,8 @@ class Scheduler:
             may come to its limit, reads its prompt, is too short for M modules to make all drafts that its limits
             allow (`drafts_at`), somebody could join, or pages are missing.
         """
-        rows, table = schedule.rows, self._table
+        rows = schedule.rows
+        table = self._table
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
             return False
         if table.prefilling(rows).any():
@@ -195,7 +199,8 @@ class Scheduler:
             self._close(request)
 
     def _running_rows(self) -> Schedule:
-        table, rows = self._table, np.array([r.row for r in self.running], np.int64)
+        table = self._table
+        rows = np.array([r.row for r in self.running], np.int64)
         if not self.running:
             return Schedule(rows, rows, rows)
         pending = table.pending(rows)
@@ -281,7 +286,8 @@ class Scheduler:
         read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
         tokens = schedule.num_tokens - sum(chunk for _, chunk in read)
         reading = self._table.prefilling(np.array([r.row for r in self.running], np.int64))
-        budgets, first = PromptBudget(self._config, self.running, reading, tokens), len(read)
+        budgets = PromptBudget(self._config, self.running, reading, tokens)
+        first = len(read)
         later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and self._table.num_free and len(later) < self._config.max_num_seqs:

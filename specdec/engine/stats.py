@@ -87,7 +87,8 @@ class Counters:
         """transfers: copies that the executor has made before, which are not counted."""
         self.ends = Counter[FinishReason | str]()
         self.seconds = (0.0, 0.0, 0.0)
-        self.reported, self.made = 0, time.perf_counter()
+        self.reported = 0
+        self.made = time.perf_counter()
         self.last = self.made
         # (second, tokens) by second modulo the length; one more place than LATELY for the second that is not over yet.
         self._lately: list[tuple[int, int]] = [(-1, 0)] * (LATELY + 1)
@@ -107,7 +108,8 @@ class Counters:
 
     def add_reported(self, updates: Sequence[Update], now: float) -> None:
         """New tokens of a round; now: in time.perf_counter seconds."""
-        tokens, second = sum(len(update.token_ids) for update in updates), int(now)
+        tokens = sum(len(update.token_ids) for update in updates)
+        second = int(now)
         self.reported, self.last = self.reported + tokens, now
         place = second % len(self._lately)
         then, before = self._lately[place]

@@ -61,7 +61,8 @@ class Stream(Iterator[StreamUpdate]):
     @property
     def num_requests(self) -> int:
         """Completions of the call, those that have ended among them; 0 once it is closed."""
-        call, unread = self._call, self._requests
+        call = self._call
+        unread = self._requests
         return len(unread or ()) if call is None else call.num_requests
 
     @property

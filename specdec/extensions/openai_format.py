@@ -50,7 +50,9 @@ OFF: dict[str, tuple[Any, ...]] = {
 _OLD_TOOLS = ("functions", "function_call")
 _UNTOLD = ("return_logits", "return_scores", "return_drafts", "prompt_logprobs", "prompt_logprobs_start")
 """Options whose results have no place in an answer."""
-_CHAT, _CHUNK, _TEXT = "chat.completion", "chat.completion.chunk", "text_completion"
+_CHAT = "chat.completion"
+_CHUNK = "chat.completion.chunk"
+_TEXT = "text_completion"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 PLAIN = ToolUse()
 """No tools, and answers as they are."""
@@ -241,7 +243,8 @@ async def events(
     `usage`. Those that are there at once are one text. use: of `tools_of`. stops: the request's stop strings. note:
     called with each update and error."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
-    choices, done = _Choices(stream, tokenizer, chat, use, stops), list[Completion]()
+    choices = _Choices(stream, tokenizer, chat, use, stops)
+    done = list[Completion]()
     try:
         async for first in stream:
             text = ""
@@ -264,16 +267,20 @@ class _Choices:
     """The `choices` of a stream: what has come of each completion so far."""
 
     def __init__(self, stream: Any, tokenizer: Any, chat: bool, use: ToolUse, stops: Sequence[str]) -> None:
-        self._stream, self._chat, self._use = stream, chat, use
+        self._stream = stream
+        self._chat = chat
+        self._use = use
         self._make = partial(AnswerReader, use, tokenizer, stops=stops)
         self._pieces = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer)))
         self._readers: dict[int, AnswerReader] = {}
 
     def of(self, update: StreamUpdate) -> list[Json]:
         """Those of an update: one, or one for each delta of its tool calls and reasoning."""
-        is_first, at = update.index not in self._pieces, update.index
+        is_first = update.index not in self._pieces
+        at = update.index
         logprobs = told(self._pieces[at], update.logprobs, self._chat)
-        each, has_calls = [{"content": update.text}], False
+        each = [{"content": update.text}]
+        has_calls = False
         if self._use.format is not None:
             reader = self._readers.get(at) or self._make(self._stream.prompts[at])
             self._readers[at] = reader
@@ -301,7 +308,8 @@ def head_of(name: str, chat: bool) -> Json:
 def usage_of(done: Sequence[Completion]) -> Json:
     """Tokens of completions; each prompt counts once. Accepted and rejected drafts are OpenAI's predictions."""
     rounds = [one.pooled for one in done]
-    accepted, drafted = sum(own.accepted for own in rounds), sum(own.drafted for own in rounds)
+    accepted = sum(own.accepted for own in rounds)
+    drafted = sum(own.drafted for own in rounds)
     prompt = sum(len(one.prompt_token_ids) for one in done if not one.sample_index)
     new = sum(len(one.token_ids) for one in done)
     return {
@@ -357,7 +365,8 @@ class Pieces:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length, self._is_first = 0, True
+        self._length = 0
+        self._is_first = True
 
     def at_end(self, token_id: int) -> Piece:
         """A token as the next one, which is not added."""
@@ -383,7 +392,9 @@ def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -
     """
     if logprobs is None:
         return None
-    content, offsets, by_text = list[Json](), list[int](), list[dict[str, float]]()
+    content = list[Json]()
+    offsets = list[int]()
+    by_text = list[dict[str, float]]()
     for one in logprobs:
         top = [_entry(pieces.at_end(token_id), logprob) for token_id, logprob in one.top]
         piece = pieces.add(one.token_id)

@@ -167,7 +167,8 @@ class OptionColumns(DecidedColumns[Subject]):
         if not isinstance(found, ChangedRows) or tokens is None or found.committed.shape[1] == 1:
             return found
         for committed, row in zip(found.committed, found.places, strict=True):  # the table has no accepted drafts yet
-            begin, count = start[row] - num_accepted[row], num_accepted[row]
+            begin = start[row] - num_accepted[row]
+            count = num_accepted[row]
             committed[begin : begin + count] = tokens[row, :count]
         return found
 
@@ -177,7 +178,8 @@ class OptionColumns(DecidedColumns[Subject]):
         each = [(place, own) for place, row in enumerate(rows) if (own := self.own[row]) is not None]
         if not each:
             return None
-        places, subjects = np.array([place for place, _ in each]), tuple(subject for _, subject in each)
+        places = np.array([place for place, _ in each])
+        subjects = tuple(subject for _, subject in each)
         width = int(length[places].max()) if any(subject.reads_prefix for subject in subjects) else 1
         committed = table.tokens[rows[places], :width]
         return ChangedRows(subjects, length[places], committed, places, schedule.num_drafts[places] + 1)

@@ -117,7 +117,8 @@ def ban_repeated_ngrams(scores: Tensor, prefixes: TokenPrefixes, size: int, in_p
     starts = prefixes.ids.shape[1] - size + 1
     if starts < 1:
         return
-    last, same = prefixes.ids[:, size - 1 :], known[:, size - 1 :]
+    last = prefixes.ids[:, size - 1 :]
+    same = known[:, size - 1 :]
     if size > 1:
         tail = prefixes.tails(size - 1)
         same = same & (prefixes.lens >= size - 1)[:, None]

@@ -112,7 +112,8 @@ class Logprobs(RoundExtra):
         """
         assert isinstance(own, AskingRows)
         rows, width = decision.index.shape
-        tokens, prompts = decision.logits.new_zeros(rows, width, 0, dtype=torch.float32), []
+        tokens = decision.logits.new_zeros(rows, width, 0, dtype=torch.float32)
+        prompts = []
         if own.params:
             tokens = _of_tokens(own, decision)
         if own.prompts:
@@ -128,7 +129,8 @@ def _of_tokens(own: AskingRows, decision: Decision) -> Tensor:
     """[J, n+1, W], 0 in rows without log-probabilities."""
     (rows, width), device = decision.index.shape, decision.logits.device
     places = on_device(own.places, device)
-    at, tokens = decision.index[places].reshape(-1), decision.tokens[places].reshape(-1, 1)
+    at = decision.index[places].reshape(-1)
+    tokens = decision.tokens[places].reshape(-1, 1)
     most = max(params.logprobs or 0 for params in own.params)
     told = _described(_log_probabilities(own.params, decision, at, width), tokens, most)
     notes = torch.zeros(rows, width, told.shape[1], device=device)
@@ -137,7 +139,8 @@ def _of_tokens(own: AskingRows, decision: Decision) -> Tensor:
 
 def _described(found: Tensor, tokens: Tensor, most: int) -> Tensor:
     """[r, W] as `of_notes` reads them. found: [r, V] log-probabilities; tokens: [r, 1]; most: alternatives."""
-    value, top = found.gather(1, tokens), found.topk(min(most, found.shape[1]), dim=1)
+    value = found.gather(1, tokens)
+    top = found.topk(min(most, found.shape[1]), dim=1)
     rank = (found > value).sum(1, keepdim=True)
     return torch.cat([value, rank.float(), top.indices.float(), top.values], 1)
 
@@ -217,7 +220,8 @@ class AskingColumns(DecidedColumns[SamplingParams]):
         params = self.own[row]
         if params is None or not isinstance(params.prompt_logprobs, PromptLogprobs):
             return None, range(0)
-        asked, first = params.prompt_logprobs, int(table.computed[row])
+        asked = params.prompt_logprobs
+        first = int(table.computed[row])
         return asked, range(max(first, asked.next_row), min(first + count, int(table.prompt[row]) - 1))
 
     def arrays(self, table: RowTable, schedule: Schedule, count: int, length: np.ndarray) -> AskingRows | None:
@@ -238,7 +242,8 @@ class AskingColumns(DecidedColumns[SamplingParams]):
 
     def _prompts(self, table: RowTable, schedule: Schedule, asking: Sequence[int]) -> tuple[PromptPart, ...]:
         """Prompt tokens with log-probabilities of the rows at these places in the batch."""
-        starts, parts = np.cumsum(schedule.num_new + schedule.num_drafts), list[PromptPart]()
+        starts = np.cumsum(schedule.num_new + schedule.num_drafts)
+        parts = list[PromptPart]()
         starts -= schedule.num_new + schedule.num_drafts
         for i in asking:
             row = int(schedule.rows[i])

@@ -243,7 +243,8 @@ def _in_parts(message: Any) -> Any:
 
 
 def _check(number: int, message: Any) -> None:
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if not isinstance(role, str) or not role:
         raise InvalidInputError(
             f"chat message {number} has role={short(role)}; every message is a dict with a role (system, user, "

@@ -38,7 +38,8 @@ class PromptLogprobs:
     """
 
     def __init__(self, count: int, start: int) -> None:
-        self.count, self.start = count, max(start, 1)
+        self.count = count
+        self.start = max(start, 1)
         self.told: list[TokenLogprobs] = []
 
     @property

@@ -98,7 +98,8 @@ def check_num_tokens(count: int, most: int, before: str = "", after: str = "") -
         )
 
 
-_LETTERS, _SPARE = 8, 64
+_LETTERS = 8
+_SPARE = 64
 """Characters of a text that are tokenised for each token that is allowed; tokens by which the end of such a part may
 differ from the whole text's."""
 

@@ -209,7 +209,9 @@ class Request:
         """
         before = len(self.new_tokens)
         self.new_tokens += round_.token_ids
-        known, ids, at_id = len(self.new_tokens), self.params.stop_token_ids, None
+        known = len(self.new_tokens)
+        ids = self.params.stop_token_ids
+        at_id = None
         if ids:
             at_id = next((i + 1 for i in range(before, known) if self.new_tokens[i] in ids), None)
         end = self.stream.push(self.new_tokens, at_id or known) or at_id
@@ -285,8 +287,10 @@ class Request:
             not_drafted=self.params.not_drafted,
         )
         assert self.finish_reason is not None
-        params, count = self.params, len(self.new_tokens)
-        asked, rows = params.prompt_logprobs, (params.return_logits, params.return_scores)
+        params = self.params
+        count = len(self.new_tokens)
+        asked = params.prompt_logprobs
+        rows = (params.return_logits, params.return_scores)
         started = getattr(params.grammar, "started", None)  # what decides in another process does not say it
         cut = self.finish_reason == "length" and count < params.max_new_tokens
         logits, scores = (r.stacked(self.prompt_len, count) if isinstance(r, TokenRows) else None for r in rows)
@@ -325,7 +329,9 @@ class Call:
         self.places: dict[int, int] = {}
         self.inbox: SimpleQueue[Update | None] = SimpleQueue()
         self._last: dict[int, Update] = {}
-        self.num_requests, self.made, self.has_thread = 0, time.perf_counter(), has_thread
+        self.num_requests = 0
+        self.made = time.perf_counter()
+        self.has_thread = has_thread
 
     @property
     def is_ready(self) -> bool:

@@ -45,7 +45,8 @@ def html_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 def completion_html(completion: Any) -> str:
     """A `Completion` as a table: its text, how it ended, acceptance and times."""
-    stats, pooled = completion.stats, completion.pooled
+    stats = completion.stats
+    pooled = completion.pooled
     per_second = (stats.new_tokens - 1) / stats.decode_s if stats.decode_s > 0 and stats.new_tokens > 1 else None
     rows = [
         ("text", completion.text),
@@ -75,7 +76,8 @@ def _model_rows(model: Any) -> list[tuple[str, str]]:
     named = getattr(model.checkpoint, "name", None) or model.hf_model.name_or_path or type(model.hf_model).__name__
     name = Path(str(named)).name if Path(str(named)).is_absolute() else str(named)
     device = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
-    stats, config = model.engine_stats, model.config
+    stats = model.engine_stats
+    config = model.config
     served = ("served", f"{tau_words(stats.tau)} in {stats.requests} requests" if stats.requests else "no requests yet")
     if "engine" not in vars(model):
         return [("target", name), ("state", "closed"), served]
@@ -99,13 +101,17 @@ def with_bar(stream: Any, hidden: bool = False) -> Iterator[tuple[int, Any]]:
     that is hidden."""
     from tqdm.auto import tqdm
 
-    tokens, verified, emitted, begin = 0, 0, 0, time.perf_counter()
+    tokens = 0
+    verified = 0
+    emitted = 0
+    begin = time.perf_counter()
     with stream, tqdm(total=stream.num_requests, unit="completion", disable=hidden) as bar:
         for update in stream:
             tokens += len(update.token_ids)
             if update.completion is not None:
                 pooled = update.completion.pooled
-                verified, emitted = verified + pooled.rounds, emitted + pooled.emitted
+                verified = verified + pooled.rounds
+                emitted = emitted + pooled.emitted
             rate = tokens / max(time.perf_counter() - begin, 1e-9)
             tau = tau_words(emitted / verified if verified else float("nan"))
             bar.set_postfix_str(f"{tokens} tokens, {rate:.0f}/s, {tau}", refresh=False)

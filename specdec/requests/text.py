@@ -98,8 +98,10 @@ class Vocabulary:
         found = self._known.get(token_id)
         if found is not None:
             return found
-        text, shown = self.decode([token_id]), self.decode([token_id], special=True)
-        special, byte = shown if text != shown else None, None
+        text = self.decode([token_id])
+        shown = self.decode([token_id], special=True)
+        special = shown if text != shown else None
+        byte = None
         convert = getattr(self.tokenizer, "convert_ids_to_tokens", None)
         if special is None and convert is not None:
             name = convert(token_id)
@@ -129,7 +131,8 @@ class Vocabulary:
         return own, special is not None
 
     def _bytes_of(self, token_id: int, first: bool) -> bytes:
-        text, byte = self.decode([token_id]), self.spelling(token_id).byte
+        text = self.decode([token_id])
+        byte = self.spelling(token_id).byte
         if UNFINISHED in text:
             convert = getattr(self.tokenizer, "convert_ids_to_tokens", None)
             found = bytes([byte]) if byte is not None else _byte_level(convert(token_id) if convert else None)
@@ -173,9 +176,11 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._ids: list[int] = []  # those that leave text; all places below are places in it
-        self._context, self._context_text = 0, ""
+        self._context = 0
+        self._context_text = ""
         self._mark = 0  # the window is [mark, …), decoded after [context, mark)
-        self._cut, self._cut_text = 0, 0  # where the window may move to, and the characters of `tail` before it
+        self._cut = 0  # where the window may move to
+        self._cut_text = 0  # characters of `tail` before `_cut`
         self._decoded = 0
         self._run: bytes | None = None  # successive byte tokens
         self._before = self._first = ""  # text before the run; its first character
@@ -339,7 +344,9 @@ class TextStream:
         plain: tuple[str, Sequence[int]] = text, range(len(text) + 1)
         if not self._specials:
             return [plain]
-        pieces, places, done = [], [], 0
+        pieces = []
+        places = []
+        done = 0
         for at, special in self._specials:
             place = at - self.num_shown
             if place > len(text):

@@ -145,7 +145,8 @@ class UserCodeError(Exception):
 
     def __init__(self, error: Exception, source: str) -> None:
         super().__init__(str(error))
-        self.error, self.source = error, source
+        self.error = error
+        self.source = source
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ class RequestProcessors:
         """given: the user's own objects, which are not called unless they cannot be copied."""
         self._pure = all(map(_is_pure, given))
         self.together = tuple(given) if all(map(_is_batched, given)) else ()
-        self.not_copied, first = "", tuple(given)
+        self.not_copied = ""
+        first = tuple(given)
         if not self._pure:
             try:
                 first = copy.deepcopy(first)
@@ -214,9 +216,11 @@ class RequestProcessors:
             ids: [n+1, L] int64. lens: of the tokens before each position, each one more than the one before.
             scores: [n+1, V] float32.
         """
-        state, served = self._begin(lens[0]), 0
+        state = self._begin(lens[0])
+        served = 0
         with torch.inference_mode(False), torch.no_grad():
-            own_ids, own_scores = ids.clone(), scores.clone()
+            own_ids = ids.clone()
+            own_scores = scores.clone()
             for row, length in enumerate(lens):
                 if state.error is None:
                     state = self._next(state, own_ids[row : row + 1, :length], own_scores[row : row + 1])
@@ -231,7 +235,8 @@ class RequestProcessors:
 
     def error_at(self, length: int) -> Exception | None:
         """What was raised at, or before, the position after so many tokens; None if nothing was."""
-        state, left = self._after.get(length), self._left.get(length)
+        state = self._after.get(length)
+        left = self._left.get(length)
         if state is not None and state.error is not None:
             return state.error
         return None if left is None else left.error(length)
@@ -293,7 +298,8 @@ class RequestCriteria:
             warn_user(f"a stopping criterion cannot be copied for each request ({error}): requests share it")
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._known, self._end = 0, -1
+        self._known = 0
+        self._end = -1
         self._error: UserCodeError | None = None
 
     def first_end(self, token_ids: np.ndarray, known: int) -> int | None:

@@ -103,7 +103,8 @@ class Asked:
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse what would come out otherwise than in transformers. Raises InvalidInputError."""
-        shapes, several = (tuple(self.ids.shape), tuple(self.mask.shape)), len(self.ids) * self._samples
+        shapes = (tuple(self.ids.shape), tuple(self.mask.shape))
+        several = len(self.ids) * self._samples
         if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
             raise InvalidInputError(f"input_ids {shapes[0]}, attention_mask {shapes[1]}: both are [B, L]; {WAY_OUT}")
         if (self.mask[:, 1:] < self.mask[:, :-1]).any():
@@ -134,7 +135,8 @@ class Asked:
 
     def params(self, model: PreTrainedModel) -> list[SamplingParams]:
         """One for each row. Raises InvalidInputError: it asks for what this library does not do, by name."""
-        length, config = self.ids.shape[1], self._config()
+        length = self.ids.shape[1]
+        config = self._config()
         found = sampling_fields(config, model, length, "ignore")  # the model's own is in it, or was switched off
         if config.eos_token_id is None:
             found["ignore_eos"] = True
@@ -157,10 +159,12 @@ class Asked:
 
     def _code(self, row: int, criteria: tuple[Any, ...]) -> Options:
         """The caller's own for a row, which sees its padding, too."""
-        processors, function = tuple(_of_row(one, row) for one in self.processors), self.prefix_function
+        processors = tuple(_of_row(one, row) for one in self.processors)
+        function = self.prefix_function
         if not self.mask[row].all():
             seen = partial(_Padded, self.ids[row : row + 1], int(self.mask[row].sum()))
-            processors, criteria = tuple(map(seen, processors)), tuple(map(seen, criteria))
+            processors = tuple(map(seen, processors))
+            criteria = tuple(map(seen, criteria))
             function = None if function is None else seen(function)
         return {
             "logits_processor": processors or None,
@@ -170,7 +174,8 @@ class Asked:
 
     def _config(self) -> GenerationConfig:
         """What is left for SamplingParams: how much is new, counted without the padded prompt."""
-        config, length = GenerationConfig(**_public(self.config)), self.ids.shape[1]
+        config = GenerationConfig(**_public(self.config))
+        length = self.ids.shape[1]
         least = max((config.min_length or 0) - length, config.min_new_tokens or 0)
         config.max_new_tokens, config.max_length = (config.max_length or 0) - length, None
         config.min_new_tokens, config.min_length = least or None, None
@@ -193,7 +198,8 @@ class Asked:
 
     def result(self, done: Sequence[Completion]) -> Tensor | Any:
         """[B·n, L + new] int64 on the inputs' device, or transformers' output class."""
-        pad, device = self.pad, self.ids.device
+        pad = self.pad
+        device = self.ids.device
         most = max(len(each.token_ids) for each in done)
         new = [[*each.token_ids, *[pad] * (most - len(each.token_ids))] for each in done]
         tokens = torch.tensor(new, dtype=torch.int64, device=device).reshape(len(done), most)

@@ -120,7 +120,8 @@ class Attachment:
     def _init_continuous_batching(self, call: partial[Any]) -> Any:
         """A manager with the interface of transformers' own, or that itself."""
         arguments = _with_defaults(call)
-        config, options = arguments["generation_config"], arguments.get("continuous_batching_config")
+        config = arguments["generation_config"]
+        options = arguments.get("continuous_batching_config")
         own = config or self.hf_model.generation_config
         manager = None if _own_path.get() else self._unless_refused(lambda: Manager(self.model, own, options))
         return call() if manager is None else manager
@@ -150,9 +151,12 @@ class Attachment:
             raise InvalidInputError(f"{type(model).__name__} has a generate of its own, in place of transformers'")
         arguments = _with_defaults(call)
         kwargs = dict(arguments.pop("kwargs"))
-        inputs, generation_config = arguments.pop("inputs"), arguments.pop("generation_config")
-        streamer, function = arguments.pop("streamer"), arguments.pop("prefix_allowed_tokens_fn")
-        processors, criteria = arguments.pop("logits_processor"), arguments.pop("stopping_criteria")
+        inputs = arguments.pop("inputs")
+        generation_config = arguments.pop("generation_config")
+        streamer = arguments.pop("streamer")
+        function = arguments.pop("prefix_allowed_tokens_fn")
+        processors = arguments.pop("logits_processor")
+        criteria = arguments.pop("stopping_criteria")
         if arguments.get("assistant_model") is self._draft:  # the one that drafts here
             arguments["assistant_model"] = None
         odd = {**arguments, **{name: kwargs.pop(name) for name in CACHES & set(kwargs)}}
@@ -160,7 +164,8 @@ class Attachment:
         if names:
             hint = "attach(model, draft=assistant) drafts with an assistant; " * ("assistant_model" in names)
             raise InvalidInputError(f"generate({', '.join(names)}=…) is not served by specdec.attach: {hint}{WAY_OUT}")
-        tokenizer, _ = kwargs.pop("tokenizer", None), kwargs.pop("trust_remote_code", None)
+        tokenizer = kwargs.pop("tokenizer", None)
+        _ = kwargs.pop("trust_remote_code", None)
         kwargs.pop("assistant_tokenizer", None)
         configs = [kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)]
         by_default = [all(each.get(name) is None for each in configs) for name in ("max_length", "min_length")]
@@ -245,7 +250,8 @@ def _looking_first(name: str, original: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(original)
     def method(self: Any, *given: Any, **named: Any) -> Any:
-        attachment, call = vars(self).get(_PLACE), partial(original.__get__(self), *given, **named)
+        attachment = vars(self).get(_PLACE)
+        call = partial(original.__get__(self), *given, **named)
         return call() if attachment is None else getattr(attachment, f"_{name}")(call)
 
     return method

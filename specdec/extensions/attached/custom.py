@@ -49,8 +49,11 @@ class CustomGenerate:
     """A callable for `model.generate(custom_generate=…)`. The first call of a model wraps it; `close` frees that."""
 
     def __init__(self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, options: Options) -> None:
-        self.streamer, self.tokenizer, self.stop_strings = streamer, tokenizer, stop_strings
-        self._draft, self._options = draft, options
+        self.streamer = streamer
+        self.tokenizer = tokenizer
+        self.stop_strings = stop_strings
+        self._draft = draft
+        self._options = options
         self._calls: WeakKeyDictionary[PreTrainedModel, SpeculativeModel] = WeakKeyDictionary()
 
     @torch.no_grad()
@@ -184,7 +187,9 @@ def _of_caller(model: Any, config: GenerationConfig, ids: Tensor, given: Iterabl
         device=ids.device,
         model_kwargs={},
     )
-    own, function, left = [], None, list(made)
+    own = []
+    function = None
+    left = list(made)
     for one in given:
         twin = next((i for i, other in enumerate(left) if _alike(one, other)), None)
         if twin is not None:

@@ -48,7 +48,8 @@ class _Ongoing:
 
     def copy(self) -> GenerationOutput:
         """The output as it is now."""
-        own, times = self.output, self.output.timestamps
+        own = self.output
+        times = self.output.timestamps
         lists: Json = {"generated_tokens": [*own.generated_tokens], "logprobs": [*own.logprobs]}
         return replace(own, **lists, timestamps=None if times is None else [*times])
 
@@ -69,7 +70,9 @@ class Manager:
         Raises:
             InvalidInputError: the generation config asks for what this library does not do.
         """
-        self.model, self.generation_config, self.continuous_batching_config = model, generation_config, options
+        self.model = model
+        self.generation_config = generation_config
+        self.continuous_batching_config = options
         self.background_thread_status = SimpleNamespace(fatal_error=None)
         params = from_generation_config(_without_absolute(generation_config), model.hf_model, 0)
         self._params = replace(params, strict_length=True)
@@ -83,7 +86,10 @@ class Manager:
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], asyncio.AbstractEventLoop]] = {}
         self._ongoing: dict[int, _Ongoing] = {}
         self._cancelled: set[str] = set()
-        self._pauses, self._paused, self._stopping, self._hard = 0, False, False, False
+        self._pauses = 0
+        self._paused = False
+        self._stopping = False
+        self._hard = False
         self._thread: threading.Thread | None = None
         self._stream: Stream | None = None
 
@@ -303,7 +309,8 @@ class Manager:
         if found is None:
             raise SpecdecError("requests of this manager are no longer in the engine: its model was used in a fork?")
         place, update = found
-        own, now = self._ongoing[place], time.perf_counter()
+        own = self._ongoing[place]
+        now = time.perf_counter()
         output = own.output
         output.status = RequestStatus.DECODING
         output.generated_tokens += update.token_ids

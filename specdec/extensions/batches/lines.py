@@ -147,9 +147,13 @@ def look_through(path: Path) -> InputFacts:
     """
     if path.exists() and not path.is_file():
         raise InvalidInputError(f"{path} is no file; a batch is read from a file, which a run that goes on reads again")
-    sha, digests, rows, lines = hashlib.sha256(), array("Q"), 0, 0
+    sha = hashlib.sha256()
+    digests = array("Q")
+    rows = 0
+    lines = 0
     for line in lines_of(path, sha.update):
-        rows, lines = rows + 1, line.number
+        rows = rows + 1
+        lines = line.number
         if (key := _known_key(line)) is not None:
             digests.append(digest(key.name))
     if not rows:

@@ -134,7 +134,8 @@ def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, as
     Raises:
         SpecdecError: a worker failed otherwise than by dying, or they die without an answer between.
     """
-    idle, running = deque(actors * IN_FLIGHT), dict[Any, tuple[Any, list[Line]]]()
+    idle = deque(actors * IN_FLIGHT)
+    running = dict[Any, tuple[Any, list[Line]]]()
     lost = 0
     while True:
         while idle and (chunk := list(islice(lines, size))):

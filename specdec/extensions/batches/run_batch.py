@@ -92,7 +92,8 @@ class Output(KeptLines):
                 it is damaged.
             OutputError: it cannot be written.
         """
-        self.done, self.failed = bytearray(lines + 1), 0
+        self.done = bytearray(lines + 1)
+        self.failed = 0
         if path.exists() and not path.is_file():
             raise InvalidInputError(f"{path} is no file that answers can be added to")
         if not path.absolute().parent.is_dir():

@@ -130,7 +130,8 @@ def _of_row(task: Task, row: Json, asking: TaskDefaults) -> Task:
 
 
 def _of_openai(task: Task, row: Json, asking: TaskDefaults) -> Task:
-    body, url = row.get("body"), row.get("url")
+    body = row.get("body")
+    url = row.get("url")
     if not isinstance(row.get("custom_id"), str):
         raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
     if row.get("method", "POST") != "POST" or url not in URLS:

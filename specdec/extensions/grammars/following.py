@@ -57,7 +57,8 @@ class RequestGrammar:
 
         Errors noted after drafts that were rejected are forgotten.
         """
-        own, kept = list(new_ids), self._errors.items()
+        own = list(new_ids)
+        kept = self._errors.items()
         self._errors = {at: (ids, e) for at, (ids, e) in kept if len(ids) < len(own) and own[: len(ids)] == ids}
         if own[: len(self._seen)] != self._seen:
             self._restart()
@@ -116,7 +117,8 @@ class FollowedGrammar(RequestGrammar):
         """ends: ids that end the request. prompt_ids: its prompt, which may end with the begin marker."""
         super().__init__()
         self._all_ends = {compiled.vocabulary.eos, *ends}
-        self._compiled, self.vocabulary = compiled, compiled.vocabulary
+        self._compiled = compiled
+        self.vocabulary = compiled.vocabulary
         self._begins = compiled.begins_after(prompt_ids)
         self._restart()
 
@@ -125,7 +127,8 @@ class FollowedGrammar(RequestGrammar):
 
     def started(self, new_ids: Sequence[int]) -> bool:
         """See `RequestGrammar.started`."""
-        state, begin = 0, self._compiled.begin
+        state = 0
+        begin = self._compiled.begin
         if self._begins or begin is None:
             return True
         for token_id in new_ids:
@@ -156,7 +159,10 @@ class FollowedGrammar(RequestGrammar):
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """See `RequestGrammar.masks`."""
-        found, at, matcher, state = RowMasks(drafts), 0, self._matcher, self._state
+        found = RowMasks(drafts)
+        at = 0
+        matcher = self._matcher
+        state = self._state
         if self._is_given_up:
             raise SpecdecError(f"the grammar cannot go on: {STUCK}")
         while True:
@@ -168,7 +174,9 @@ class FollowedGrammar(RequestGrammar):
                     found.chains.append((matcher.deep_copy(), at, chain))
                 if taken is None:
                     return found
-                matcher, state, at = None, 0, at + taken
+                matcher = None
+                state = 0
+                at = at + taken
             mask = found.ready[at] = self._compiled.free_mask(state)
             if at == len(drafts) or (mask is not None and not _allows(mask, drafts[at])):
                 return found
@@ -192,7 +200,8 @@ class FollowedGrammar(RequestGrammar):
 
     def dead_end(self, drafts: Ids, masks: np.ndarray) -> tuple[int, str] | None:
         """See `RequestGrammar.dead_end`."""
-        matcher, state = self._matcher and self._matcher.deep_copy(), self._state
+        matcher = self._matcher and self._matcher.deep_copy()
+        state = self._state
         for at, draft in enumerate([*drafts, None]):
             if matcher is not None and not matcher.is_stopped():
                 one = matcher.deep_copy()
@@ -246,7 +255,8 @@ class UserGrammar(RequestGrammar):
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """See `RequestGrammar.masks`."""
-        found, taken = RowMasks(drafts), 0
+        found = RowMasks(drafts)
+        taken = 0
         for at in range(len(drafts) + 1):
             mask = found.ready[at] = np.zeros(words, np.int32)
             self._own.fill(mask)
@@ -269,7 +279,8 @@ def followed(
         return given
     if not isinstance(given, Grammar):
         return UserGrammar(given)
-    ends, eos = context.ends, getattr(context.tokenizer, "eos_token_id", None)
+    ends = context.ends
+    eos = getattr(context.tokenizer, "eos_token_id", None)
     if eos is None and ends:
         eos = ends[0]
     if eos is None or not (ends or endless):

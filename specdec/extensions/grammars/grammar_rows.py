@@ -39,7 +39,8 @@ class GrammarRows:
     def first_positions(self, rows: int) -> GrammarRows:
         """The rows with drafts among the first `rows` decided rows, reduced to their first position."""
         found = np.flatnonzero((self.counts > 1) & (self.places < rows))
-        requests, new_ids = tuple(self.requests[j] for j in found), tuple(self.new_ids[j] for j in found)
+        requests = tuple(self.requests[j] for j in found)
+        new_ids = tuple(self.new_ids[j] for j in found)
         return GrammarRows(requests, new_ids, self.places[found], np.ones(len(found), np.int64))
 
     def validate(self, query_lens: np.ndarray) -> None:
@@ -170,7 +171,8 @@ def _end_as_requests_do(rows: Sequence[_Row], masks: np.ndarray, vocabulary: Gra
 
 def _set(masks: np.ndarray, rows: list[int], token_id: int, on: np.ndarray) -> None:
     # By way of uint32: 1 << 31 is beyond int32.
-    word, bit = token_id // _BITS, np.uint32(1 << token_id % _BITS).view(np.int32)
+    word = token_id // _BITS
+    bit = np.uint32(1 << token_id % _BITS).view(np.int32)
     if word < masks.shape[1]:
         masks[rows, word] = np.where(on, masks[rows, word] | bit, masks[rows, word] & ~bit)
 

@@ -79,7 +79,8 @@ class GrammarColumns(ExtraColumns):
 
     def __init__(self, max_rows: int, forced: bool, greedy: bool) -> None:
         """forced, greedy: see `GrammarMasks`."""
-        self._forced, self._greedy = forced, greedy
+        self._forced = forced
+        self._greedy = greedy
         self._gives = np.zeros(max_rows, np.bool_)
         self._grammars: list[RequestGrammar | None] = [None] * max_rows
         self.idle = True
@@ -111,7 +112,8 @@ class GrammarColumns(ExtraColumns):
 
     def give_forced(self, table: RowTable, row: int) -> None:
         """Give a decoding row the tokens that must come next; without any it keeps the drafts that others gave."""
-        grammar, length = self._grammars[row], table.length[row]
+        grammar = self._grammars[row]
+        length = table.length[row]
         if grammar is None or not self._gives[row] or table.computed[row] < table.prefill[row]:
             return
         if grammar.vocabulary is not None:  # user matchers are used only for masks
@@ -145,7 +147,8 @@ class GrammarColumns(ExtraColumns):
         places = [place for place in range(len(start)) if self._grammars[schedule.rows[place]] is not None]
         new_ids = []
         for place in places:
-            row, count = schedule.rows[place], num_accepted[place]
+            row = schedule.rows[place]
+            count = num_accepted[place]
             known = table.tokens[row, table.prompt[row] : start[place] - count].tolist()
             new_ids.append(known + tokens[place, : count + 1].tolist())
         return self._rows(schedule, np.arange(len(start)), places, new_ids)

@@ -14,9 +14,12 @@ from specdec.values import Json, short
 
 _BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _VALUES = ("const", "enum", "default", "examples")
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)
-_MOST_EXACT, _MOST_OF_64_BITS = 2**53, 2**63 - 1024
-"""Whole numbers that a float has all of; the largest float that 64 bits hold as a whole number."""
+_LOWER = ("minimum", "exclusiveMinimum", 1)
+_UPPER = ("maximum", "exclusiveMaximum", -1)
+_MOST_EXACT = 2**53
+"""Whole numbers up to it are floats, all of them."""
+_MOST_OF_64_BITS = 2**63 - 1024
+"""The largest float that 64 bits hold as a whole number."""
 _DIGITS = 15
 """Digits of other numbers that llguidance reads exactly; with more digits the last may differ."""
 
@@ -93,7 +96,8 @@ def _has_no_other(pattern: str, names: set[str], llguidance: Any) -> bool:
     """Whether a pattern matches only these names: llguidance fails where it would need another name."""
     others = {"properties": dict.fromkeys(names, False), "additionalProperties": False}
     schema = json.dumps({"type": "object", "patternProperties": {pattern: True}} | others)
-    make, tokenizer = llguidance.LLMatcher, llguidance.LLTokenizer("byte")
+    make = llguidance.LLMatcher
+    tokenizer = llguidance.LLTokenizer("byte")
     matcher = make(tokenizer, make.grammar_from_json_schema(schema), log_level=0)
     return not matcher.is_error() and matcher.try_consume_tokens(tokenizer.tokenize_bytes(b'{"')) < 2
 
@@ -130,7 +134,8 @@ def _next(bound: float, strict: bool, near: Sequence[float]) -> float:
         while large < bound or (strict and large == bound):
             large = math.nextafter(large, math.inf)
         return int(large)
-    found, step = _rounded(bound), 10.0 ** (math.floor(math.log10(abs(bound) or min(near))) - _DIGITS + 1)
+    found = _rounded(bound)
+    step = 10.0 ** (math.floor(math.log10(abs(bound) or min(near))) - _DIGITS + 1)
     while found < bound or (strict and found == bound):
         found = _rounded(found + step)
     return found

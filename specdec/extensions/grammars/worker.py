@@ -62,7 +62,8 @@ class GrammarThreads:
 
     def __init__(self, lib: Any) -> None:
         """lib: the module llguidance."""
-        self._lib, self.lost = lib, 0
+        self._lib = lib
+        self.lost = 0
         self._idle: dict[int, list[GrammarThread]] = {}
 
     def returns(self, call: Callable[[GrammarThread], None], seconds: float) -> bool:

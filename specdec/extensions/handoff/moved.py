@@ -227,7 +227,8 @@ class Handoff:
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise refuse_type("a handoff", data, "the bytes of Handoff.to_bytes")
-        data, start = bytes(data), len(_MAGIC) + 8
+        data = bytes(data)
+        start = len(_MAGIC) + 8
         size = int.from_bytes(data[len(_MAGIC) : start], "little")
         if data[: len(_MAGIC)] != _MAGIC or not 0 < size <= min(len(data) - start, _LONGEST_HEADER):
             raise HandoffMismatchError(
@@ -286,9 +287,11 @@ def _completion(given: Json) -> Completion:
 
 
 def _tensors(given: list[Any], data: bytes) -> dict[str, Tensor]:
-    found, at = {}, 0
+    found = {}
+    at = 0
     for name, dtype, shape in given:
-        kind, count = _DTYPES[dtype], math.prod(shape)
+        kind = _DTYPES[dtype]
+        count = math.prod(shape)
         size = count * kind.itemsize
         if count < 0 or at + size > len(data):
             raise ValueError(f"tensor {name} is cut off")

@@ -89,8 +89,12 @@ class MovingRequests(Guests):
         if not waiting:
             return schedule
         batch = self._engine
-        scheduler, table, config = batch.scheduler, batch.table, batch.config
-        tokens, promised, pages = schedule.num_tokens, 0, scheduler.target_pages
+        scheduler = batch.scheduler
+        table = batch.table
+        config = batch.config
+        tokens = schedule.num_tokens
+        promised = 0
+        pages = scheduler.target_pages
         for request in waiting:
             computed = len(request.committed) - 1
             most = scheduler.drafts_of(request, computed)
@@ -105,7 +109,8 @@ class MovingRequests(Guests):
             scheduler.waiting.remove(request)
             if self._open(request, computed, drafts):
                 promised += more
-        new, old = self._entered, schedule
+        new = self._entered
+        old = schedule
         counts = np.array([one.num_drafts for one in new], np.int64)
         rows = np.array([one.row for one in new], np.int64)
         arrived = int(np.count_nonzero(counts))
@@ -136,7 +141,8 @@ class MovingRequests(Guests):
 
     def _open(self, request: Request, computed: int, drafts: int) -> bool:
         """Open a row for a request, with its pages. False: its parameters do not fit."""
-        batch, scheduler = self._engine, self._engine.scheduler
+        batch = self._engine
+        scheduler = self._engine.scheduler
         fault = raised_twice(partial(scheduler.open_row, request, computed, computed))
         if fault is not None:
             self.discard(request)
@@ -159,13 +165,15 @@ class MovingRequests(Guests):
         leaving = [r for r in owners if r is not None and r.leaves and r.row >= 0]
         if not leaving:
             return
-        batch, tensors = self._engine, self.tensors
+        batch = self._engine
+        tensors = self.tensors
         schedule, drafting = leaving_drafts(batch, leaving)
         drafts = _copies(batch, schedule, tensors, drafts_of) if drafting else []
         made = dict(zip(drafting, drafts, strict=True))
         granted: dict[str, Pages] = {}
         for request in leaving:
-            own, computed = made.get(request, {}), int(batch.table.computed[request.row])
+            own = made.get(request, {})
+            computed = int(batch.table.computed[request.row])
             carried = tensors.pack(request.row, computed, bool(own))  # after the draft prefill, which carries on
             pages = take_out(batch, request)
             lease = self.held.hold(pages, self._seconds[request])
@@ -199,7 +207,8 @@ class MovingRequests(Guests):
 
     def submit_leaving(self, request: Leaving) -> int:
         """As `Engine.submit`, but the request leaves with its first token, for another engine."""
-        limit, engine = self.check_leaving(request), self._engine
+        limit = self.check_leaving(request)
+        engine = self._engine
         own = (request.token_ids, request.params, limit, request.sample_index, request.eos_token_ids)
         queued = engine.admission.request(engine.take_id(), *own)
         request_id = engine.queue(queued)
@@ -238,7 +247,8 @@ class MovingRequests(Guests):
         """
         admission = self._engine.admission
         _check_extras(admission)
-        longest, num_drafts = admission.config.max_model_len, admission.config.num_speculative_tokens
+        longest = admission.config.max_model_len
+        num_drafts = admission.config.num_speculative_tokens
         if moved.limit > longest or moved.num_drafts > num_drafts:
             raise HandoffMismatchError(
                 f"the request may have {moved.limit} tokens and {moved.num_drafts} drafts a round; this model was "
@@ -313,13 +323,15 @@ def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule,
 
     Only pages of the head are reserved for it, since no draft of these requests is verified here.
     """
-    scheduler, table = batch.scheduler, batch.table
+    scheduler = batch.scheduler
+    table = batch.table
     rows = np.array([r.row for r in leaving], np.int64)
     drafts = scheduler.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
     if scheduler.head_pages is None:
         drafts = np.zeros_like(drafts)
     own = drafts > 0
-    rows, drafts = rows[own], drafts[own]
+    rows = rows[own]
+    drafts = drafts[own]
     if scheduler.head_pages is not None:
         scheduler.head_pages.extend(rows, table.computed[rows] + drafts)
     return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
@@ -327,7 +339,9 @@ def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule,
 
 def take_out(batch: Engine, request: Request) -> Pages:
     """Take a running request out of the batch; returns its pages, which no row owns now. Its row is free at once."""
-    scheduler, table, row = batch.scheduler, batch.table, request.row
+    scheduler = batch.scheduler
+    table = batch.table
+    row = request.row
     computed = int(table.computed[row])
     if CHECKS.on:
         for columns in table.extras:
@@ -365,7 +379,8 @@ def _check_extras(admission: Admission) -> None:
 def moved_here(admission: Admission, request_id: int, moved: MovedRequest) -> Request:
     """A waiting request that was begun in another engine. Its text and first tokens are reported here; its times are
     set back by the seconds spent there."""
-    now, new = time.perf_counter(), list(moved.new_token_ids)
+    now = time.perf_counter()
+    new = list(moved.new_token_ids)
     stream = TextStream(admission.vocabulary, moved.params.stop)
     stream.push(new, len(new))
     return Request(

@@ -174,8 +174,11 @@ class GraphTensors(RowTensors):
 
 def row_tensors(engine: Engine) -> RowTensors:
     """Access to the rows' tensors for the engine's executor."""
-    target, drafter, buffers = engine.target, engine.drafter, engine.executor.draft_buffers
-    states, device = target.states, target.hf_model.device
+    target = engine.target
+    drafter = engine.drafter
+    buffers = engine.executor.draft_buffers
+    states = target.states
+    device = target.hf_model.device
     if buffers is not None:
         return GraphTensors(states, buffers.loop, device, buffers.drawn)
     loop, vocab = (None, None) if drafter is None else (drafter.loop, draft_vocab(drafter, target))
@@ -188,7 +191,8 @@ def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: D
     draft: what the loop made; None or without rows where no row drafted here. width: n, the most drafts of a row.
     drawn: whether the round has distributions; then probs [R, n, Vd], one-hot of drafts that were not drawn.
     """
-    device, own = vocab.target_ids.device, 0 if draft is None else len(draft.token_ids)
+    device = vocab.target_ids.device
+    own = 0 if draft is None else len(draft.token_ids)
     ids = torch.zeros(own + len(arrived), width, dtype=torch.int64, device=device)
     probs = ids.new_zeros(*ids.shape, len(vocab.target_ids), dtype=torch.float32) if drawn else None
     if draft is not None and own:

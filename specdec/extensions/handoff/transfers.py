@@ -105,12 +105,14 @@ class Transfers:
         self._shared.check_open()
         model = self._model
         model._live.check()
-        link, guests = self._opened(), self._guests
+        link = self._opened()
+        guests = self._guests
         given = submissions(prompts, params, model.hf_model, model.tokenizer, model.generation_config_use)
         requests = [Leaving(**vars(request), seconds=float(lease_seconds)) for request in given]
         check_each(requests, guests.check_leaving)
         self._check_held_at_once([len(request.token_ids) for request in requests])
-        call, found = self._shared.submit(requests), {}
+        call = self._shared.submit(requests)
+        found = {}
         try:
             while (update := self._shared.next(call)) is not None:
                 found[update[0]] = link.handed_over(update[1], lease_seconds)
@@ -172,7 +174,8 @@ class Transfers:
         timeout = _SECONDS("timeout", timeout)
         self._shared.check_open()
         self._model._live.check()
-        moved, link = handoff.moved, self._opened()
+        moved = handoff.moved
+        link = self._opened()
         if moved is None:
             raise HandoffMismatchError("a handoff without a request")
         link.check(handoff)
@@ -213,8 +216,10 @@ class Transfers:
             self._guests.drop(number, lambda: True)
 
     def _check_held_at_once(self, lens: list[int]) -> None:
-        size, num_pages = self._model.config.page_size, self._model.config.num_pages
-        needed, most = sum(-(-n // size) for n in lens), num_pages - 1
+        size = self._model.config.page_size
+        num_pages = self._model.config.num_pages
+        needed = sum(-(-n // size) for n in lens)
+        most = num_pages - 1
         if needed > most:
             raise CacheTooSmallError(
                 f"{len(lens)} prompts need {needed} pages of {size} tokens at once, and the KV cache has {most}: their "

@@ -117,19 +117,22 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         InvalidInputError: the model has no head, drafts nothing, a prompt is too long, or the answers are too short to
             compare anything.
     """
-    head, num_drafts = model.head, model.num_speculative_tokens
+    head = model.head
+    num_drafts = model.num_speculative_tokens
     if head is None or num_drafts == 0:
         raise InvalidInputError("the agreement check needs a head that drafts: give one, and num_speculative_tokens")
     done = model.generate(as_chats(model.tokenizer, PROMPTS) if prompts is None else prompts, _PARAMS)
     passages = [Passage.of(one, model.device) for one in done if len(one.token_ids) > 1]
-    tokens, rounds = sum(len(one.token_ids) for one in done), pool_requests([one.stats for one in done])
+    tokens = sum(len(one.token_ids) for one in done)
+    rounds = pool_requests([one.stats for one in done])
     if not passages or not rounds.offered:
         raise InvalidInputError(
             f"the target's answers have {tokens} tokens in all, too few to draft any: give prompts with longer answers"
         )
     _check_lengths(passages)
     probed = probe_target(model.hf_model)
-    layers, theta = len(probed.layers), _rope_theta(probed)
+    layers = len(probed.layers)
+    theta = _rope_theta(probed)
     readings = [own for each in FAMILIES.values() for own in each.code().other_readings(head, layers, theta)]
     own: Chains | None = None
     tried: tuple[Tried, ...] = ()

@@ -131,13 +131,15 @@ def _draft_ids(head: Head, passage: Passage, states: Mapping[int, Tensor], num_d
 
     Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on.
     """
-    ids, aux_hidden_states = passage.token_ids, torch.cat([states[layer] for layer in head.aux_layers], dim=-1)
+    ids = passage.token_ids
+    aux_hidden_states = torch.cat([states[layer] for layer in head.aux_layers], dim=-1)
     rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=ids.device)
     outputs = unroll(head, ids[None], aux_hidden_states[None], num_drafts)
     return rows, torch.stack([head.logits(x[rows]).argmax(-1) for x in outputs], dim=1)
 
 
-_RIGHT, _LEAST_IDS = 0.25, 8
+_RIGHT = 0.25
+_LEAST_IDS = 8
 """A learnt map must hit this share of first drafts, clearly more than d2t does, and for a head that says this many
 different draft ids (one that says a single id hits that of the commonest token)."""
 

@@ -291,7 +291,8 @@ class FollowedTransfers:
             self.fail(error)
 
     def _read(self, key: Key, deadline: float, handoff: Handoff, pages: Pages) -> None:
-        read, end = None, self.end
+        read = None
+        end = self.end
         try:
             if end is None:
                 raise TransferError("the transport is closed")

@@ -77,7 +77,8 @@ class Collectives:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.name = "gloo"
         if device.type == "cuda":
-            self._leaving, self._watching = HelperThread("leave"), HelperThread("idle")
+            self._leaving = HelperThread("leave")
+            self._watching = HelperThread("idle")
             self.name = "NCCL"
 
     def sum(self, x: Tensor) -> Tensor:

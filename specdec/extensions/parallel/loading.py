@@ -53,7 +53,8 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
     """
     device = check_parallel(target, draft, options)
     pair = pair_of(target, draft, options.revision)
-    target, draft = pair.target, pair.draft
+    target = pair.target
+    draft = pair.draft
     checkpoint = find_checkpoint(target, options.revision, options.trust_remote_code)
     with pair.explained():
         check_shares(checkpoint, options.tensor_parallel_size)

@@ -31,7 +31,10 @@ from specdec.loading.targets import AutoClass, model_class
 from specdec.values import Options
 
 _WHOLE = "replicate"
-_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"
+_BY_OUTPUT = "colwise"
+_BY_INPUT = "rowwise"
+_EXPERTS = "moe_tp_experts"
+_PARTIAL = "all_reduce"
 _LEFT_WHOLE = frozenset(
     {
         *("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise"),

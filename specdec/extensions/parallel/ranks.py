@@ -48,12 +48,15 @@ class Ranks(Group):
 
         moving: rank 0's classes for moving requests, subclasses of handoff's `MovingRequests` and `Link`.
         """
-        self.rank, self.size, self.device = rank, size, device
+        self.rank = rank
+        self.size = size
+        self.device = device
         self.collectives = collectives
         self.channel = channel
         self.lost = False
         self.part: Share | None = None
-        self._engine, self.moving = engine, moving
+        self._engine = engine
+        self.moving = moving
         with torch.inference_mode(False):  # now: made while a graph is captured, it would be zero again in every replay
             self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -155,7 +158,8 @@ class _ReadingShare(Reading):
     """The share of one rank, by a plan."""
 
     def __init__(self, ranks: Ranks, plan: ShardingPlan) -> None:
-        self.ranks, self.plan = ranks, plan
+        self.ranks = ranks
+        self.plan = plan
         self.options = told(plan, ranks.size)
 
     def while_reading(self) -> AbstractContextManager[None]:

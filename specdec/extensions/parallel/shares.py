@@ -123,7 +123,8 @@ def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
     kv_copies: set[int] = set()
     for name, module in list(model.named_modules()):
         divided |= {f"{name}.{part}" for part in _take_off(module)}
-        style, is_cut = plan.style_of(name), pattern_of(name) in plan.kv_cut
+        style = plan.style_of(name)
+        is_cut = pattern_of(name) in plan.kv_cut
         if hasattr(module, "k_proj") and hasattr(module, "o_proj"):
             own = plan.style_of(f"{name}.k_proj") != "replicate"
             kv_copies.add(_kv_copies(module, size) if is_cut else 1 if own else size)

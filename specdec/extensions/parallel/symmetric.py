@@ -129,7 +129,8 @@ class SymmetricCollectives(Collectives):
 
     def let_go(self) -> None:
         """Signal in place of the lost ranks until all that was launched is done. Results of its sums are unused."""
-        deadline, idle = time.monotonic() + LONGEST_RELEASE, self._idle()
+        deadline = time.monotonic() + LONGEST_RELEASE
+        idle = self._idle()
         with suppress(RuntimeError):  # of a device in an error, on which nothing waits
             while not idle.wait(_GIVE_EVERY) and time.monotonic() < deadline:
                 self._give(self._signals)
@@ -161,7 +162,8 @@ def symmetric_or_group(device: torch.device, store: dist.Store) -> Collectives:
     if not plain.least([int(peers)])[0]:
         plain.name = "NCCL (the GPUs cannot reach each other's memory)"
         return plain
-    reason, found = "", None
+    reason = ""
+    found = None
     try:
         found = SymmetricCollectives(device, store)
     except (RuntimeError, ImportError, AttributeError) as error:

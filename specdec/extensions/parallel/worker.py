@@ -41,7 +41,8 @@ class Inbox:
 
     def __init__(self, connection: Connection, parent: int, folder: str) -> None:
         """parent: process id of rank 0. folder: for files of all ranks; removed at the end, in case rank 0 cannot."""
-        self._connection, self._folder = connection, folder
+        self._connection = connection
+        self._folder = folder
         self._speaking = threading.Lock()
         self._messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self.later: deque[tuple[int, Any]] = deque()
@@ -140,7 +141,8 @@ class Follower:
     def __init__(self, inbox: Inbox, join: Join) -> None:
         """Join the group."""
         self._inbox = inbox
-        self._rank, self._size = int(os.environ["LOCAL_RANK"]), join.size  # see `processes.start`
+        self._rank = int(os.environ["LOCAL_RANK"])  # see `processes.start`
+        self._size = join.size
         self._device = torch.device("cuda", self._rank) if join.device == "cuda" else torch.device(join.device)
         self._collectives = join_group(self._rank, join.size, self._device, join.rendezvous)
         self._models: dict[int, SpeculativeModel] = {}

@@ -54,8 +54,11 @@ class Service:
 
     def __init__(self, model: Any, settings: ServerSettings) -> None:
         """model: a `SpeculativeModel`."""
-        self.model, self.settings, self.draining = model, settings, False
-        waiting, each = model.config.max_waiting_requests, settings.max_requests_per_client
+        self.model = model
+        self.settings = settings
+        self.draining = False
+        waiting = model.config.max_waiting_requests
+        each = settings.max_requests_per_client
         most = None if waiting is None else model.config.max_num_seqs + waiting
         self.clients = Clients(settings.keys, each or (None if most is None else -(-most // 2)), most)
         self._readers = ThreadPoolExecutor(1, "specdec-bodies")
@@ -105,9 +108,11 @@ class Service:
             asked = self.asked(data, chat)
         else:  # its JSON and its schemas would hold up the event loop
             asked = await asyncio.get_running_loop().run_in_executor(self._readers, self.asked, data, chat)
-        use, params = asked.use, asked.params
+        use = asked.use
+        params = asked.params
         self.clients.take(record, params.n * asked.num_prompts)
-        stream, head = self.model.stream_async(asked.prompts, params), openai.head_of(self.settings.name, chat)
+        stream = self.model.stream_async(asked.prompts, params)
+        head = openai.head_of(self.settings.name, chat)
         await unless_gone(request, stream, stream.start())
         record.prompt_tokens = sum(map(len, stream.prompts[:: params.n]))
         if asked.is_stream:
@@ -138,7 +143,8 @@ class Service:
 
     async def _read(self, request: Request) -> bytes:
         """The body. Raises Refusal: it is too large, or late."""
-        data, settings = bytearray(), self.settings
+        data = bytearray()
+        settings = self.settings
         too_large = Refusal(413, "body_size", f"the body has more than {settings.max_body_bytes} bytes", CLOSE)
         try:
             async with asyncio.timeout(settings.body_seconds):

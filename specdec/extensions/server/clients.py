@@ -20,7 +20,8 @@ class Clients:
     def __init__(self, keys: Sequence[str], most_each: int | None, most: int | None) -> None:
         """most_each, most: completions that a client, and that all, may have at once; None for any number."""
         self._keys = [key.strip().encode() for key in keys]
-        self._most_each, self._most = most_each, most
+        self._most_each = most_each
+        self._most = most
         self._held: Counter[str] = Counter()
 
     @property
@@ -47,7 +48,8 @@ class Clients:
         Raises:
             Refusal: its client would have too many. QueueFullError: all clients together would.
         """
-        most, beside = self._most_each, self._held[record.client] - record.held
+        most = self._most_each
+        beside = self._held[record.client] - record.held
         if most is not None and beside + count > most:
             remedy = "ask again when some have ended" if count <= most else "ask for fewer in a request"
             raise Refusal(

@@ -56,7 +56,10 @@ class Monitor:
                 ("queue", "Of a completion, waiting for a row.", _TO_A_TOKEN),
             )
         )
-        self._first, self._token, self._total, self._queue = first, token, total, queue
+        self._first = first
+        self._token = token
+        self._total = total
+        self._queue = queue
 
     def count(self, record: RequestRecord) -> None:
         """Count a request that has ended; its latencies where it was answered."""

@@ -22,7 +22,9 @@ class RequestLog:
     `state.record`; the completions that it counts for its client are given back."""
 
     def __init__(self, app: ASGIApp, clients: Clients, monitor: Monitor) -> None:
-        self._app, self._clients, self._monitor = app, clients, monitor
+        self._app = app
+        self._clients = clients
+        self._monitor = monitor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

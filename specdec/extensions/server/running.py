@@ -71,7 +71,8 @@ class Server(uvicorn.Server):
             forwarded_allow_ips=list(proxies),
         )
         super().__init__(config)
-        self.service, self.limit = service, service.settings.drain_seconds
+        self.service = service
+        self.limit = service.settings.drain_seconds
         self.socket = socket
         self.drain_task: asyncio.Task[None] | None = None
 

@@ -33,7 +33,9 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
 
     def __init__(self, leader: Any, make: Callable[[], Stream], readers: Executor | None = None) -> None:
         """leader: a `Leader`. make: reads the call's prompts and parameters, in `readers`."""
-        self._leader, self._make, self._readers = leader, make, readers
+        self._leader = leader
+        self._make = make
+        self._readers = readers
         self.loop: AbstractEventLoop | None = None
         self.part = Call()
         self.requests: Stream | None = None
@@ -196,7 +198,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         """Also called once the requests are queued: they may have been cancelled while they were not."""
         while self._places is not None and self._cancelled:
             with suppress(IndexError):  # another thread was faster
-                indices, left = self._cancelled.popleft(), self._places.copy()
+                indices = self._cancelled.popleft()
+                left = self._places.copy()
                 if places := [place for index, place in left.items() if not indices or index in indices]:
                     self._leader.shared.cancel(self._leader.call, places, self.closed)
 
@@ -239,7 +242,8 @@ def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[
 
 def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
     """Merge two updates of one completion."""
-    ids, text = [*first.token_ids, *then.token_ids], first.text + then.text
+    ids = [*first.token_ids, *then.token_ids]
+    text = first.text + then.text
     told = (
         None if first.logprobs is None and then.logprobs is None else (*(first.logprobs or ()), *(then.logprobs or ()))
     )

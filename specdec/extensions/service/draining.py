@@ -24,18 +24,21 @@ def drained(model: Any, timeout: float | None) -> Iterator[int]:
         InvalidInputError: timeout is no number of seconds. ClosedModelError: the model is closed, also meanwhile.
     """
     limit = inf if timeout is None else _LIMIT("timeout", timeout)
-    shared, engine = model._shared, model.engine
+    shared = model._shared
+    engine = model.engine
     with shared.between_rounds():
         shared.num_drains += 1
     try:
-        end, cancelled = time.perf_counter() + limit, 0
+        end = time.perf_counter() + limit
+        cancelled = 0
         while engine.has_work:
             shared.check_open()
             if time.perf_counter() >= end:
                 with shared.between_rounds():
                     left = [request.id for request in (*engine.scheduler.waiting, *engine.scheduler.running)]
                     engine.deadlines.cancel(left)
-                cancelled, end = len(left), inf
+                cancelled = len(left)
+                end = inf
             shared.help()
         yield cancelled
     finally:

@@ -33,8 +33,10 @@ _FAILED = "the thread that leads rounds for asynchronous calls was struck by an 
 _LONGEST_END = 5.0
 """Seconds to wait for the thread when the model is closed or the process ends."""
 
-_LONG, _MANY = 50_000, 100
-"""Characters of a call, with its tools, and its prompts or messages, whose tokens take as long as a round or more."""
+_LONG = 50_000
+"""Characters of a call, with its tools, whose tokens take as long as a round or more."""
+_MANY = 100
+"""Prompts or messages of a call that take as long."""
 
 _leaders: weakref.WeakSet[Leader] = weakref.WeakSet()
 
@@ -51,7 +53,8 @@ class Leader:
     """
 
     def __init__(self, shared: SharedEngine) -> None:
-        self.shared, self.call = shared, Call(has_thread=True)
+        self.shared = shared
+        self.call = Call(has_thread=True)
         names = ("specdec-prompts", "specdec-long-prompts", "specdec-grammar-prompts")
         self.readers = [ThreadPoolExecutor(1, name) for name in names]
         self.kept: set[AsyncStream] = set()

@@ -100,9 +100,14 @@ class Metrics(dict[str, float]):
 
 def metrics_of(engine: Any) -> Metrics:
     """The numbers of an `Engine`, on any thread. Waits for no round: a running round may be counted in part."""
-    counters, stats, scheduler, now = engine.counters, engine.stats, engine.scheduler, time.perf_counter()
-    uptime, rows = now - counters.made, engine.config.max_num_seqs
-    windowed, head = scheduler.windowed_pages, scheduler.head_pages
+    counters = engine.counters
+    stats = engine.stats
+    scheduler = engine.scheduler
+    now = time.perf_counter()
+    uptime = now - counters.made
+    rows = engine.config.max_num_seqs
+    windowed = scheduler.windowed_pages
+    head = scheduler.head_pages
     pools = {"target": [scheduler.target_pages], "head": [] if head is None else [head], "windowed": [*windowed]}
     queue, prefill, decode = counters.seconds
     return Metrics(

@@ -99,11 +99,13 @@ def _thinking(begin: str, end: str) -> Opening:
 
 
 _ID = r'(?:,\s*"id"\s*:\s*"[^"\\]*"\s*)?'
-_THINK, _BRACKETS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+_THINK = ("<think>", "</think>")
+_BRACKETS = ("[THINK]", "[/THINK]")
 _TOOL_MARKERS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
 _CALL = "<｜tool▁call▁begin｜>"
 _TO = r" to=(?:functions\.)?(?P<name>[\w.-]+)"
-_CHANNEL, _MESSAGE = r"(?:<\|start\|>assistant)?", r"\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
+_CHANNEL = r"(?:<\|start\|>assistant)?"
+_MESSAGE = r"\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
 _ENDS = r"<\|(?:end|call|return)\|>|(?=<\|start\|>)"
 
 FORMATS: dict[str, AnswerFormat] = {

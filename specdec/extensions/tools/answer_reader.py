@@ -45,9 +45,11 @@ class AnswerParser:
         """prompt_end: the last characters of the prompt, which may open the reasoning. reads_calls: False where the
         request has no tools, so that markers of calls are text. name: of the tool that calls without a name call."""
         kinds = ("reasoning", "skip", *(("call", "object") if reads_calls else ()))
-        self._format, self._name = own, name
+        self._format = own
+        self._name = name
         self._openings = [opening for opening in own.openings if opening.kind in kinds]
-        self._text, self._at = "", 0
+        self._text = ""
+        self._at = 0
         self._where: Where = "start"
         self._open: Opening | None = None
         self._space = ""
@@ -151,7 +153,8 @@ class AnswerParser:
 
     def _close_of_call(self, opening: Opening) -> Any:
         """Read arguments up to where the call ends; the match of its close, a partial one, or None at the end."""
-        begin, at = self._at, self._at
+        begin = self._at
+        at = self._at
         close = None
         while at < len(self._text):
             if self._in_string:
@@ -198,7 +201,8 @@ class AnswerParser:
         """An object with name and arguments in another order is a call; what is none is content as it was written."""
         try:
             found = json.loads(self._body)
-            name, given = found["name"], found.get("arguments", found.get("parameters", {}))
+            name = found["name"]
+            given = found.get("arguments", found.get("parameters", {}))
         except (LookupError, TypeError, ValueError, RecursionError):
             name = None
         if close is None or close.partial or not isinstance(name, str):
@@ -240,7 +244,8 @@ class _WithMarkers(Vocabulary):
 
     def __init__(self, tokenizer: Any, markers: Sequence[str]) -> None:
         super().__init__(tokenizer)
-        self._plain, self._markers = Vocabulary(tokenizer), frozenset(markers)
+        self._plain = Vocabulary(tokenizer)
+        self._markers = frozenset(markers)
 
     def decode(self, token_ids: list[int], special: bool = False) -> str:
         if not special:
@@ -258,7 +263,8 @@ class AnswerReader:
         self._vocabulary = _WithMarkers(tokenizer, use.format.special)
         end = self._vocabulary.decode([*prompt_ids[-_PROMPT_END:]])
         self._parser = AnswerParser(use.format, end, use.reads_calls, use.name)
-        self._stream, self._one = TextStream(self._vocabulary, stops), use.one
+        self._stream = TextStream(self._vocabulary, stops)
+        self._one = use.one
         self._ids: list[int] = []
         self.num_calls = 0
 
@@ -295,7 +301,8 @@ def deltas(parts: Iterable[AnswerPart]) -> list[Json]:
 
 def message_of(parts: Iterable[AnswerPart]) -> Json:
     """The parts as an assistant's `message` in OpenAI's form; content is None where there are calls alone."""
-    texts, calls = dict[str, str](), list[Json]()
+    texts = dict[str, str]()
+    calls = list[Json]()
     for delta in deltas(parts):
         for name, value in delta.items():
             if name != "tool_calls":

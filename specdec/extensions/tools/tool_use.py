@@ -55,7 +55,8 @@ def tool_use(given: Fields, own: AnswerFormat | None, template: Any = None) -> T
         strict = {name: tool for name, tool in tools.items() if flag("strict", tool.get("strict") or False)}
         return replace(found, grammar=_strict(strict, len(tools), own)) if strict else found
     schema = _schema_of(tools[name]) if name else _list_schema(tools, one)
-    form, end = (ARGUMENTS if name else CALLS), "" if own is None else own.reasoning[1]
+    form = ARGUMENTS if name else CALLS
+    end = "" if own is None else own.reasoning[1]
     if own is None or not end or end not in str(template):
         return replace(found, grammar=Grammar.json(schema), format=form)
     reasoning = [opening for opening in own.openings if opening.kind == "reasoning"]
