@@ -68,7 +68,7 @@ def run_chunk(models: Fields, work: Work) -> list[Answer]:
     A chunk that raises is repeated question by question; what still raises becomes an answer with `error`.
     """
     shift = work.index % len(work.arms)
-    answers: list[Answer] = []
+    answers = []
     for arm in [*work.arms[shift:], *work.arms[:shift]]:
         answers += _guarded(models[arm.model], arm, work.chunk, work.asking)
     names = [arm.name for arm in work.arms]

@@ -168,7 +168,7 @@ def _print_one(model: SpeculativeModel, prompt: Any, params: SamplingParams) -> 
 
 def _print_batch(model: SpeculativeModel, prompts: list[Any], params: SamplingParams) -> list[Completion]:
     """All prompts in one batch; each text as soon as it and those before it have ended."""
-    waiting: dict[int, Completion] = {}
+    waiting = {}
     done: list[Completion] = []
     for index, completion in model.generate_iter(prompts, params):
         waiting[index] = completion

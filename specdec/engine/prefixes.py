@@ -230,7 +230,7 @@ class Prefixes:
         return max(int(self._table.prefill[row]) - following + 1, 0) // self.cache.page_size
 
     def _register(self, row: int, num_pages: int, num_head_pages: int) -> None:
-        heads: list[int] = []
+        heads = []
         if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
             heads = self._head_pages.pages_of(row)[:num_head_pages]
         tokens = self._tokens(row)

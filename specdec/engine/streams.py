@@ -53,8 +53,8 @@ class Stream(Iterator[StreamUpdate]):
         """call: a call whose requests are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
         self._check = check
         self._shared = shared
-        self._requests: Sequence[Submission] | None = requests
-        self._call: Call | None = call
+        self._requests = requests
+        self._call = call
         self._errors: list[SpecdecError] = []
         self._cancelled: deque[tuple[int, ...]] = deque()
 
@@ -177,7 +177,7 @@ def placed(error: SpecdecError, place: int) -> SpecdecError:
 
 def collected(ended: Iterable[tuple[int, Completion]]) -> list[Completion]:
     """(index, Completion) of each: the completions in order. An error of some has the others."""
-    done: dict[int, Completion] = {}
+    done = {}
     try:
         for index, completion in ended:
             done[index] = completion

@@ -418,7 +418,7 @@ def _entry(piece: Piece, logprob: float) -> Json:
 def _by_text(one: TokenLogprobs, own: Fields) -> dict[str, float]:
     """Alternatives of a token, and the token itself, by their texts; of equal texts those after the first have names
     with their ids."""
-    found: dict[str, float] = {}
+    found = {}
     for (token_id, _), each in zip(one.top, own["top_logprobs"], strict=True):
         is_taken = each["token"] in found or (each["token"] == own["token"] and token_id != one.token_id)
         found[f"token_id:{token_id}" if is_taken else each["token"]] = each["logprob"]

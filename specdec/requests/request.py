@@ -385,7 +385,7 @@ def taken(request: Request, share: RowRound, now: float) -> Update:
         return request.take(share, now)
     except Exception as error:
         first = error
-    found: list[Update] = []
+    found = []
 
     def again() -> None:
         undo()

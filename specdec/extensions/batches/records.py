@@ -122,7 +122,7 @@ def answer_columns(batch: Fields, answers: Iterable[TaskResult]) -> Json:
 
     error: "" where a row has an answer.
     """
-    rows: dict[int, Json] = {}
+    rows = {}
     for task, completions, error in answers:
         rows[task.number] = ({} if error else columns(completions[0])) | {"error": error}
     kept = {"prompt_token_ids" if name == "token_ids" else name: column for name, column in batch.items()}
@@ -190,7 +190,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
         SpecdecError: more rounds in a row failed than the batch has rows, without an answer between: the device, most
             likely, and not a row. Others: the model is closed or has changed.
     """
-    held: dict[int, Task] = {}
+    held = {}
     rows = model.config.max_num_seqs
 
     def numbered() -> Iterator[Task]:

@@ -236,7 +236,7 @@ class GrammarCompiler:
     def _matcher(self, text: str, named: str) -> Any:
         """A matcher of a grammar in llguidance's form. Raises InvalidInputError: it takes too long."""
         limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
-        made: list[Any] = []
+        made = []
 
         def make(_: GrammarThread) -> None:
             made.append(self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits))
@@ -271,7 +271,7 @@ class GrammarCompiler:
         first, mask = matcher.deep_copy(), np.zeros((1, self.words), np.int32)
         if not self.fill([(first, 0, [])], mask):
             raise InvalidInputError(f"{named}: {STUCK}")
-        texts: list[str] = []
+        texts = []
         if grammar.kind == "json":
             texts = [_JSON_TEXT, *strings_of(json.loads(grammar.source))]
         elif grammar.kind == "choice":

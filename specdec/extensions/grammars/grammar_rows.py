@@ -92,7 +92,7 @@ def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray)
     """Write the masks [N, W] int32 of all positions, row after row. Waits for the drafts."""
     masks[:] = -1
     read = None if drafts is None else drafts.wait()
-    rows: list[_Row] = []
+    rows = []
     start = 0
     for request, new_ids, place, count in zip(own.requests, own.new_ids, own.places, own.counts.tolist(), strict=True):
         ids = read[place, : count - 1].tolist() if read is not None and count > 1 else []

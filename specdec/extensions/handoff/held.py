@@ -152,7 +152,7 @@ class HeldPages:
 
     def due(self) -> Due:
         """Leases that were read, are overdue or ended here, and reservations that may leave quarantine."""
-        leases: list[str] = []
+        leases = []
         if self._held:
             now = time.monotonic()
             over = [lease for lease, held in self._held.items() if held.until <= now]

@@ -170,7 +170,7 @@ class MovingRequests(Guests):
         schedule, drafting = leaving_drafts(batch, leaving)
         drafts = _copies(batch, schedule, tensors, drafts_of) if drafting else []
         made = dict(zip(drafting, drafts, strict=True))
-        granted: dict[str, Pages] = {}
+        granted = {}
         for request in leaving:
             own = made.get(request, {})
             computed = int(batch.table.computed[request.row])

@@ -61,7 +61,7 @@ class RowTensors(ABC):
 
         computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
         """
-        found: dict[str, Tensor] = {}
+        found = {}
         if drafts and isinstance(self.loop, CarriesVectors):
             found["carried"] = self.loop.carried_by(row).clone()
         if self.states is not None:
@@ -70,7 +70,7 @@ class RowTensors(ABC):
 
     def refuses(self, tensors: Tensors) -> str:
         """Why such tensors cannot be taken over; "" when they can."""
-        expected: dict[str, tuple[int, ...]] = {}
+        expected = {}
         if isinstance(self.loop, CarriesVectors) and "drafts" in tensors:
             expected["carried"] = self.loop.carried_shape
         if self.states is not None:

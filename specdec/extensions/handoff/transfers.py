@@ -150,7 +150,7 @@ class Transfers:
         given = _listed(handoffs)
         # If one handoff fails, the streams already begun are closed, which aborts their requests.
         with ExitStack() as stack:
-            begun: list[Completion | Stream] = []
+            begun = []
             for handoff in given:
                 own = handoff.completion or self._resumed(handoff, timeout, on_failure)
                 begun.append(stack.enter_context(own) if isinstance(own, Stream) else own)

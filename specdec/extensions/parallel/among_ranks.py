@@ -179,7 +179,7 @@ def open_on_other_ranks(model: Any, transport: str, options: Options, engine: st
         model.engine.tell("transfers", "open", key, transport, options, engine, secret)
     answers = channel.workers.wait_answers(key, time.monotonic() + _OPENING)
     channel.workers.forget_answers(key)
-    tables: list[RankTable] = []
+    tables = []
     for rank in range(1, model.ranks.size):
         answer = answers.get(rank) or Reply(key, error=f"no answer in {_OPENING:.0f} s")
         if answer.error:

@@ -109,7 +109,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
     async def completions(self) -> list[Completion]:
         """Read to the end: the completions in order. `cancel` ends them early. Raises as reading does."""
         self._whole = True
-        done: dict[int, Completion] = {}
+        done = {}
         try:
             async for update in self:
                 if update.completion is not None:
