@@ -159,16 +159,17 @@ def segments(tokenizer: Any, completion: Any) -> tuple[tuple[str, str], ...]:
     if completion.drafts is None or not completion.token_ids:
         return ()
     ids = list(completion.token_ids)
-    pieces = [(TARGET, _piece(tokenizer, [], ids[:1]))]
+    parts = [(TARGET, 0, ids[:1])]
     place = 1
     for record, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
         accepted = min(record.accepted, record.emitted)
-        pieces.append((ACCEPTED, _piece(tokenizer, ids[:place], ids[place : place + accepted])))
+        parts.append((ACCEPTED, place, ids[place : place + accepted]))
         place += accepted
-        pieces.append((REJECTED, _piece(tokenizer, ids[:place], list(drafts[record.accepted :]))))
+        parts.append((REJECTED, place, list(drafts[record.accepted :])))
         own = record.emitted - accepted
-        pieces.append((TARGET, _piece(tokenizer, ids[:place], ids[place : place + own])))
+        parts.append((TARGET, place, ids[place : place + own]))
         place += own
+    pieces = ((kind, _piece(tokenizer, ids[:place], new)) for kind, place, new in parts)
     return tuple((kind, text) for kind, text in pieces if text)
 
 

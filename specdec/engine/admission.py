@@ -238,7 +238,7 @@ def admission_order(lengths: Sequence[int], rows: int) -> list[int]:
     in_turn = iter(came)
     longest = next(by_length)
     ends = [0.0] * rows
-    taken = set[int]()
+    taken = set()
     order = list[int]()
     while len(order) < len(lengths):
         while longest in taken:
@@ -254,7 +254,7 @@ def admission_order(lengths: Sequence[int], rows: int) -> list[int]:
 class WaitingRequests(OrderedDict[Request, None]):
     """A queue in which every operation takes as long however many requests wait.
 
-    With the methods of `collections.deque`, but a request is found by its identity, in a dict.
+    With methods of `collections.deque`, but a request is found by its identity, in a dict: `del` removes it.
     """
 
     @property
@@ -275,15 +275,6 @@ class WaitingRequests(OrderedDict[Request, None]):
         """They come behind all others, in this order."""
         self.update(dict.fromkeys(requests))
 
-    def extendleft(self, requests: Iterable[Request]) -> None:
-        """They come before all others, the last of them first."""
-        for request in requests:
-            self.appendleft(request)
-
     def popleft(self) -> Request:
         """Remove and return the next request. Raises KeyError when the queue is empty."""
         return self.popitem(last=False)[0]
-
-    def remove(self, request: Request) -> None:
-        """Remove a request at any place. Raises KeyError when it is not in the queue."""
-        del self[request]

@@ -21,8 +21,8 @@ class Deadlines:
     def __init__(self) -> None:
         self.moments: list[tuple[float, int]] = []
         self._of: dict[int, float] = {}
-        self.cancelled: set[int] = set()
-        self.dropped: set[int] = set()
+        self.cancelled = set[int]()
+        self.dropped = set[int]()
 
     def cancel(self, request_ids: Sequence[int], dropped: bool = False) -> None:
         """End these with the next round, also one that runs now; may be called on any thread."""

@@ -89,7 +89,7 @@ class Engine:
         self.config = config
         self.reported: list[Update] = []
         self._kept: list[Update] = []
-        self.meanwhile: deque[Callable[[], None]] = deque()
+        self.meanwhile = deque[Callable[[], None]]()
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
         self.target = target
         self.drafter = drafter

@@ -57,7 +57,8 @@ class Feeding(Iterator[Fed], Generic[T]):
 
     def end(self, error: Exception | None = None) -> None:
         """Read no more items; raise this once the requests that run have ended."""
-        self._is_ended, self._error = True, error
+        self._is_ended = True
+        self._error = error
 
     def close(self) -> None:
         """Abort the remaining requests. Idempotent."""
@@ -78,7 +79,7 @@ class Feeding(Iterator[Fed], Generic[T]):
 
     def _read(self) -> Iterator[Fed]:
         """Queue the next group. Yields refused items, and stops if their reader ends the iteration."""
-        group = list[tuple[int, T]]()
+        group = []
         error = None
         try:
             for one in islice(self._items, self._group):

@@ -92,7 +92,7 @@ class Prefixes:
         self._head_pages = head_pages
         self._windowed_pages = tuple(windowed_pages)
         self._num_following = cache.num_following
-        self._sharing: set[int] = set()
+        self._sharing = set[int]()
         self.owing: dict[int, int] = {}
 
     def find(self, request: Request, prefill: int) -> Found:

@@ -193,7 +193,7 @@ class Scheduler:
         if self.guests is not None:
             self.guests.discard(request)
         if request in self.waiting:
-            self.waiting.remove(request)
+            del self.waiting[request]
         elif request in self.running:
             self.running.remove(request)
             self._close(request)
@@ -317,7 +317,8 @@ class Scheduler:
                 continue
             pending = min(int(self._table.pending(np.array([request.row]))[0]), budget)
             read.append((request.row, self._table.chunk(request.row, pending, read)))
-        self.waiting.extendleft(reversed(later))
+        for request in reversed(later):
+            self.waiting.appendleft(request)
         rows, lens = np.array([each for each in read[first:] if each[1]], np.int64).reshape(-1, 2).T
         self.reserve(rows, self._table.computed[rows] + lens, False)
         return Schedule(

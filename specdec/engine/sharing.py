@@ -83,7 +83,7 @@ class SharedEngine:
         self._leading: Call | None = None
         self._refused = self.forked = self._without_device = False
         self.num_drains = 0
-        self._abandoned: deque[int] = deque()
+        self._abandoned = deque[int]()
         self._delivered: list[Update] = engine.reported
         _engines.add(self)
 

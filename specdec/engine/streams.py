@@ -56,7 +56,7 @@ class Stream(Iterator[StreamUpdate]):
         self._requests = requests
         self._call = call
         self._errors: list[SpecdecError] = []
-        self._cancelled: deque[tuple[int, ...]] = deque()
+        self._cancelled = deque[tuple[int, ...]]()
 
     @property
     def num_requests(self) -> int:

@@ -244,7 +244,7 @@ async def events(
     called with each update and error."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
     choices = _Choices(stream, tokenizer, chat, use, stops)
-    done = list[Completion]()
+    done = []
     try:
         async for first in stream:
             text = ""
@@ -326,19 +326,16 @@ def usage_of(done: Sequence[Completion]) -> Json:
 
 def error_of(error: BaseException) -> tuple[int, Json]:
     """The status of an answer to a request that failed by this error, and its body."""
-    if (status := getattr(error, "status_code", None)) is not None:  # of Starlette
-        return status, _error_body(status, str(getattr(error, "detail", error)))
-    status = next((own for kind, own in _STATUS.items() if isinstance(error, kind)), 500)
-    if isinstance(error, RecursionError):
-        return status, _error_body(status, f"the body is nested too deeply ({error})")
-    known = isinstance(error, SpecdecError)
-    return status, _error_body(status, str(error) if known else "the server failed; its log says why")
-
-
-def _error_body(status: int, message: str) -> Json:
-    """The body of an answer with this status."""
+    status = getattr(error, "status_code", None)  # of Starlette
+    message = str(getattr(error, "detail", error))
+    if status is None:
+        status = next((own for kind, own in _STATUS.items() if isinstance(error, kind)), 500)
+        if isinstance(error, RecursionError):
+            message = f"the body is nested too deeply ({error})"
+        elif not isinstance(error, SpecdecError):
+            message = "the server failed; its log says why"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def _end_of(done: Completion | None, has_calls: bool = False) -> Json:
@@ -392,9 +389,9 @@ def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -
     """
     if logprobs is None:
         return None
-    content = list[Json]()
-    offsets = list[int]()
-    by_text = list[dict[str, float]]()
+    content = []
+    offsets = []
+    by_text = []
     for one in logprobs:
         top = [_entry(pieces.at_end(token_id), logprob) for token_id, logprob in one.top]
         piece = pieces.add(one.token_id)

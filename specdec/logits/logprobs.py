@@ -243,7 +243,7 @@ class AskingColumns(DecidedColumns[SamplingParams]):
     def _prompts(self, table: RowTable, schedule: Schedule, asking: Sequence[int]) -> tuple[PromptPart, ...]:
         """Prompt tokens with log-probabilities of the rows at these places in the batch."""
         starts = np.cumsum(schedule.num_new + schedule.num_drafts)
-        parts = list[PromptPart]()
+        parts = []
         starts -= schedule.num_new + schedule.num_drafts
         for i in asking:
             row = int(schedule.rows[i])

@@ -146,8 +146,7 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
 
 def chat_text(messages: Sequence[Any], tokenizer: Any) -> str:
     """The text that `chat_ids` tokenises. Raises likewise."""
-    text: str = _written(messages, tokenizer, tokenize=False)
-    return text
+    return str(_written(messages, tokenizer, tokenize=False))
 
 
 def _written(messages: Sequence[Any], tokenizer: Any, **form: Any) -> Any:

@@ -82,7 +82,7 @@ def encode_prompts(prompts: Prompts, tokenizer: Any, most: int | None = None) ->
         return [_encode(prompt, tokenizer) for prompt in found]
     for prompt in found:
         _check_length(prompt, tokenizer, most)
-    each = list[list[int]]()
+    each = []
     for place, prompt in enumerate(found):
         each.append(_encode(prompt, tokenizer))
         check_num_tokens(len(each[-1]), most, f"prompt {place}: " if len(found) > 1 else "")  # before the next is read

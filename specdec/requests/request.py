@@ -245,7 +245,9 @@ class Request:
 
     def end_early(self, reason: FinishReason, now: float, reported: Progress) -> Update:
         """End it with the tokens that it has. reported: how much of it has been, with this round's updates."""
-        self.finish_reason, self.times.finished, self.progress = reason, now, reported
+        self.finish_reason = reason
+        self.times.finished = now
+        self.progress = reported
         if not self.times.admitted:
             self.times.admitted = now
         if not self.new_tokens:
@@ -327,7 +329,7 @@ class Call:
     def __init__(self, has_thread: bool = False) -> None:
         self.refusal: SpecdecError | None = None
         self.places: dict[int, int] = {}
-        self.inbox: SimpleQueue[Update | None] = SimpleQueue()
+        self.inbox = SimpleQueue[Update | None]()
         self._last: dict[int, Update] = {}
         self.num_requests = 0
         self.made = time.perf_counter()

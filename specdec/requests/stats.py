@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specdec.requests.shown import tau_words
 
@@ -83,9 +83,9 @@ class AcceptanceStats:
     emitted: int = 0
     drafted: int = 0
     accepted: int = 0
-    reached: tuple[int, ...] = field(default=())
-    offered: tuple[int, ...] = field(default=())
-    accepted_at: tuple[int, ...] = field(default=())
+    reached: tuple[int, ...] = ()
+    offered: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         counts = f"{self.rounds} rounds, {self.emitted} tokens, {self.accepted} of {self.drafted} drafts accepted"

@@ -54,7 +54,7 @@ class CustomGenerate:
         self.stop_strings = stop_strings
         self._draft = draft
         self._options = options
-        self._calls: WeakKeyDictionary[PreTrainedModel, SpeculativeModel] = WeakKeyDictionary()
+        self._calls = WeakKeyDictionary[PreTrainedModel, SpeculativeModel]()
 
     @torch.no_grad()
     def __call__(

@@ -82,10 +82,10 @@ class Manager:
         self._numbers = itertools.count()
         self._change = threading.Condition()
         self._new: list[tuple[list[int], SamplingParams, list[_Ongoing]]] = []
-        self._results: deque[GenerationOutput] = deque()
+        self._results = deque[GenerationOutput]()
         self._handlers: dict[str, tuple[Callable[[GenerationOutput], Any], asyncio.AbstractEventLoop]] = {}
         self._ongoing: dict[int, _Ongoing] = {}
-        self._cancelled: set[str] = set()
+        self._cancelled = set[str]()
         self._pauses = 0
         self._paused = False
         self._stopping = False
@@ -125,7 +125,8 @@ class Manager:
         with self._change:
             if self._pauses:
                 raise RuntimeError("cannot stop the manager from inside a pause; leave the `pause` context first")
-            self._stopping, self._hard = True, hard_stop
+            self._stopping = True
+            self._hard = hard_stop
             self._change.notify_all()
         if block:
             self.join(time.perf_counter(), timeout)

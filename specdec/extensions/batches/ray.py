@@ -135,7 +135,7 @@ def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, as
         SpecdecError: a worker failed otherwise than by dying, or they die without an answer between.
     """
     idle = deque(actors * IN_FLIGHT)
-    running = dict[Any, tuple[Any, list[Line]]]()
+    running = {}
     lost = 0
     while True:
         while idle and (chunk := list(islice(lines, size))):

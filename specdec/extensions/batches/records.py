@@ -165,18 +165,22 @@ def _openai(answer: TaskResult, tokenizer: Any) -> Json:
     task, completions, error = answer
     name = f"{ID}{task.number}"
     custom_id = None if task.key is None else task.key.value
+    failure = None
     if error:
         kind, _, message = error.partition(": ")
         is_ours = not kind.startswith("Invalid") and kind != "CacheTooSmallError"
         about = {"message": message, "type": "server_error" if is_ours else "invalid_request_error", "code": kind}
-        response = {"status_code": 500 if is_ours else 400, "request_id": name, "body": {"error": about}}
-        return {"id": name, "custom_id": custom_id, "response": response, "error": {"code": kind, "message": message}}
-    head = {"id": name, "created": int(time.time()), "model": task.kept["model"]}
-    is_chat = task.form == "chat.completion"
-    use = tools_of(task.kept.get("tools", {}), is_chat, tokenizer)
-    body = head | response_of(completions, tokenizer, is_chat, use, task.params.stop)
-    response = {"status_code": 200, "request_id": name, "body": body}
-    return {"id": name, "custom_id": custom_id, "response": response, "error": None}
+        status = 500 if is_ours else 400
+        body: Json = {"error": about}
+        failure = {"code": kind, "message": message}
+    else:
+        status = 200
+        is_chat = task.form == "chat.completion"
+        use = tools_of(task.kept.get("tools", {}), is_chat, tokenizer)
+        body = {"id": name, "created": int(time.time()), "model": task.kept["model"]}
+        body |= response_of(completions, tokenizer, is_chat, use, task.params.stop)
+    response = {"status_code": status, "request_id": name, "body": body}
+    return {"id": name, "custom_id": custom_id, "response": response, "error": failure}
 
 
 class _Refused(InvalidInputError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attention.errors import named_error
 from specdec.errors import InvalidInputError
-from specdec.extensions.batches.lines import InputFacts, Line, lines_of, look_through
+from specdec.extensions.batches.lines import Line, lines_of, look_through
 from specdec.extensions.batches.records import Record, row_number
 from specdec.requests.shown import tau_words
 from specdec.run_files import KeptLines
@@ -152,16 +152,13 @@ def run_batch(
     if target.exists() and source.exists() and target.samefile(source):
         raise InvalidInputError(f"{source} is both the input and the output; give another file for the answers")
     facts = look_through(source)
-    with Output(target, {**settings, "input": _input(facts)}, facts.lines) as output:
+    about = {"sha256": facts.sha256, "rows": facts.rows}
+    with Output(target, {**settings, "input": about}, facts.lines) as output:
         summary = Summary(facts.rows, before=sum(output.done), failed=output.failed)
         if summary.before < summary.rows:
             records = start()
             _answer(source, output, records, summary, console or Console(stderr=True))
     return summary
-
-
-def _input(facts: InputFacts) -> Json:
-    return {name: value for name, value in asdict(facts).items() if name != "lines"}
 
 
 def _answer(source: Path, output: Output, records: Records, summary: Summary, console: Console) -> None:

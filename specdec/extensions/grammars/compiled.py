@@ -179,7 +179,7 @@ class GrammarCompiler:
         added = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if str(token)}
         self._special = {str(token): token_id for token_id, token in added.items()}
         self._hidden = [str(token) for token_id, token in added.items() if token.special or token_id == eos]
-        self.kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self.kept = OrderedDict[Grammar, CompiledGrammar]()
         self._lock, self._compiling, self._before_end = threading.Lock(), threading.Lock(), dict[int, Ids]()
         self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
 

@@ -24,7 +24,7 @@ class GrammarThread:
     def __init__(self, lib: Any) -> None:
         """lib: the module llguidance."""
         self._lib = lib
-        self._calls: SimpleQueue[tuple[Callable[[GrammarThread], None], Future[None]]] = SimpleQueue()
+        self._calls = SimpleQueue[tuple[Callable[[GrammarThread], None], Future[None]]]()
         # A daemon, because one that is left behind must not keep the process from ending.
         threading.Thread(target=self._serve, name="specdec-grammars", daemon=True).start()
 

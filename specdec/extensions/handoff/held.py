@@ -165,7 +165,7 @@ class HeldPages:
         """Free what is due."""
         self.release(due.leases)
         for number in due.reads:
-            release_pages(self.pools, self.reserved.pop(number).pages)
+            release_pages(self.pools, self.take(number))
 
     def begin_round(self) -> None:
         """Count a round, for `may_fill`, which is called between two rounds."""
@@ -193,7 +193,7 @@ class HeldPages:
         return self.reserved[number].pages
 
     def take(self, number: int) -> Pages:
-        """The reserved pages of a number, filled now; from here on they belong to a waiting request."""
+        """The reserved pages of a number, which from here on belong to a waiting request that reads them, or to nobody."""
         return self.reserved.pop(number).pages
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:
@@ -202,9 +202,10 @@ class HeldPages:
         if own is None or own.settled is not None:
             return
         if settled():
-            release_pages(self.pools, self.reserved.pop(number).pages)
+            release_pages(self.pools, self.take(number))
         else:
-            own.settled, own.rounds = settled, 0
+            own.settled = settled
+            own.rounds = 0
 
     def watch(self, number: int, settled: Callable[[], bool]) -> None:
         """Replace the `settled` function of a late read. Does nothing if no such read is late."""

@@ -21,7 +21,7 @@ from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
 from specdec.requests.submission import Submission
-from specdec.values import Json, TokenIds, number, refuse_type, whole
+from specdec.values import Json, Options, TokenIds, number, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
@@ -68,18 +68,9 @@ class MovedRequest:
         return cls(
             prompt_token_ids=tuple(request.committed[: request.prompt_len].tolist()),
             new_token_ids=tuple(request.new_tokens),
-            params=request.params,
-            key=request.key,
-            limit=request.limit,
-            num_drafts=request.num_drafts,
-            sample_index=request.sample_index,
-            eos_token_ids=request.eos_token_ids,
-            variant=request.variant,
             queue_s=t.admitted - t.submitted,
             prefill_s=t.first_token - t.admitted,
-            preemptions=request.preemptions,
-            prefix_hit_tokens=request.prefix_hit_tokens,
-            cached_tokens=request.cached_tokens,
+            **same_fields(request),
         )
 
     @property
@@ -91,6 +82,11 @@ class MovedRequest:
     def computed(self) -> int:
         """Tokens with keys and values: all but the bonus token."""
         return len(self.prompt_token_ids) + len(self.new_token_ids) - 1
+
+
+def same_fields(own: Request | MovedRequest) -> Options:
+    """Fields that a request and its `MovedRequest` have in common, by name."""
+    return {name: getattr(own, name) for name in ("params", "key", "eos_token_ids", "variant", *_COUNTS)}
 
 
 @dataclass(frozen=True)

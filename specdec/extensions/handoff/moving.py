@@ -20,7 +20,16 @@ from specdec.engine.engine import Engine
 from specdec.engine.guests import DraftsOf, Guests
 from specdec.execution.base import Executor, Round
 from specdec.extensions.handoff.held import ROUNDS_IN_VAIN, HeldPages, release_pages
-from specdec.extensions.handoff.moved import Arrival, Departed, Departure, Handoff, Leaving, MovedRequest, Pages
+from specdec.extensions.handoff.moved import (
+    Arrival,
+    Departed,
+    Departure,
+    Handoff,
+    Leaving,
+    MovedRequest,
+    Pages,
+    same_fields,
+)
 from specdec.extensions.handoff.tensors import Arrived, RowTensors, row_tensors
 from specdec.interrupts import raised_twice
 from specdec.requests.request import Request, Times, Update
@@ -106,7 +115,7 @@ class MovingRequests(Guests):
             free = min(pool.allocator.num_free for pool in (pages, *scheduler.windowed_pages))
             if not table.num_free or tokens > config.max_num_batched_tokens or promised + more > free:
                 break
-            scheduler.waiting.remove(request)
+            del scheduler.waiting[request]
             if self._open(request, computed, drafts):
                 promised += more
         new = self._entered
@@ -385,19 +394,10 @@ def moved_here(admission: Admission, request_id: int, moved: MovedRequest) -> Re
     stream.push(new, len(new))
     return Request(
         id=request_id,
-        params=moved.params,
         prompt_len=len(moved.prompt_token_ids),
-        limit=moved.limit,
-        num_drafts=moved.num_drafts,
-        key=moved.key,
         committed=moved.committed,
         stream=stream,
-        sample_index=moved.sample_index,
-        eos_token_ids=moved.eos_token_ids,
         times=Times(now - moved.queue_s - moved.prefill_s, now - moved.prefill_s, now),
-        preemptions=moved.preemptions,
-        prefix_hit_tokens=moved.prefix_hit_tokens,
-        cached_tokens=moved.cached_tokens,
-        variant=moved.variant,
         new_tokens=new,
+        **same_fields(moved),
     )

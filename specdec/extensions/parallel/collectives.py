@@ -74,7 +74,7 @@ class Collectives:
         """device: where the tensors are."""
         self._device = device
         self._size = dist.get_world_size()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self.name = "gloo"
         if device.type == "cuda":
             self._leaving = HelperThread("leave")
@@ -106,7 +106,7 @@ class Collectives:
         with _named():
             # async_op on any device: `found` is on the host, so the exchange runs over gloo.
             _done(dist.all_reduce(found, dist.ReduceOp.MIN, async_op=True))
-        return [int(value) for value in found.tolist()]
+        return found.tolist()
 
     def abort(self) -> None:
         """Let calls that wait for a lost rank fail. May be called on another thread; idempotent.
@@ -151,7 +151,7 @@ class HelperThread:
     interpreter ends, which is when models that were never closed are closed. It ends with the object."""
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls = SimpleQueue[_Call | None]()
         threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None).atexit = False  # at exit, calls may still follow
 

@@ -170,7 +170,7 @@ def differing_ids(engine: Any) -> list[int]:
 def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
     ranks = engine.ranks
     own = torch.tensor([ranks.count_differing()], dtype=torch.int64, device=ranks.device)
-    return [int(count) for count in ranks.collectives.gather(own).flatten().tolist()]
+    return ranks.collectives.gather(own).flatten().tolist()
 
 
 class FollowingEngine(Engine):

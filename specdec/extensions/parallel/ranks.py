@@ -192,7 +192,7 @@ class HeldInterrupt:
     def __init__(self) -> None:
         self._before: dict[int, Callable[..., Any]] = {}
         self._here = threading.current_thread() is threading.main_thread()
-        self._held: set[int] = set()
+        self._held = set[int]()
 
     def __enter__(self) -> HeldInterrupt:
         if self._here:

@@ -118,9 +118,9 @@ _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 
 def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
     """Turn a divided model into plain modules over rank's share, in place; returns a description of the share."""
-    divided: set[str] = set()
+    divided = set()
     repeated: dict[str, int] = {}
-    kv_copies: set[int] = set()
+    kv_copies = set()
     for name, module in list(model.named_modules()):
         divided |= {f"{name}.{part}" for part in _take_off(module)}
         style = plan.style_of(name)

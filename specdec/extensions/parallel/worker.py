@@ -44,8 +44,8 @@ class Inbox:
         self._connection = connection
         self._folder = folder
         self._speaking = threading.Lock()
-        self._messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        self.later: deque[tuple[int, Any]] = deque()
+        self._messages = SimpleQueue[tuple[int, Any]]()
+        self.later = deque[tuple[int, Any]]()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
         threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
 

@@ -71,10 +71,10 @@ class Workers:
         self.load: object = None
         self._broken: str | None = None
         self._closing = False
-        self._numbers: set[int] = set()
+        self._numbers = set[int]()
         self._next = 0
-        self._closed: deque[int] = deque()
-        self._unsent: deque[Any] = deque()
+        self._closed = deque[int]()
+        self._unsent = deque[Any]()
         self._sending = False
         self._owner = os.getpid()
         try:

@@ -22,7 +22,7 @@ class Clients:
         self._keys = [key.strip().encode() for key in keys]
         self._most_each = most_each
         self._most = most
-        self._held: Counter[str] = Counter()
+        self._held = Counter[str]()
 
     @property
     def in_flight(self) -> int:

@@ -97,7 +97,9 @@ class RequestRecord:
     def leave(self) -> None:
         """The client is gone; nothing where the answer has ended."""
         if not self.answered:
-            self.status, self.reason, self.error = GONE, "client_gone", "the client has gone"
+            self.status = GONE
+            self.reason = "client_gone"
+            self.error = "the client has gone"
 
     def send(self, message: Message) -> None:
         """Note a message of the answer."""

@@ -54,7 +54,8 @@ class RequestLog:
     def _end(self, record: RequestRecord) -> None:
         record.total_s = record.age
         if not record.answered and not record.reason:  # cancelled: the process ends, and the answer with it
-            record.status, record.reason = GONE, "server_ended"
+            record.status = GONE
+            record.reason = "server_ended"
         self._monitor.count(record)
         self._clients.give_back(record)
         level = logging.WARNING if record.status >= 500 else logging.INFO

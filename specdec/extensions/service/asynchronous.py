@@ -42,12 +42,12 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
         self.prompts: list[list[int]] = []  # of each completion, from `start` on
         self._lock = threading.Lock()
         self.changed = asyncio.Event()
-        self._unread: deque[StreamUpdate] = deque()
+        self._unread = deque[StreamUpdate]()
         self._errors: list[SpecdecError] = []
         self.failure: BaseException | None = None
         self._places: dict[int, int] | None = None
         self.task: asyncio.Task[Any] | None = None
-        self._cancelled: deque[tuple[int, ...]] = deque()
+        self._cancelled = deque[tuple[int, ...]]()
         self._whole = self._signalled = self.closed = False
 
     def __repr__(self) -> str:

@@ -57,12 +57,12 @@ class Leader:
         self.call = Call(has_thread=True)
         names = ("specdec-prompts", "specdec-long-prompts", "specdec-grammar-prompts")
         self.readers = [ThreadPoolExecutor(1, name) for name in names]
-        self.kept: set[AsyncStream] = set()
+        self.kept = set[AsyncStream]()
         self.process = os.getpid()
-        self.new: deque[AsyncStream] = deque()
+        self.new = deque[AsyncStream]()
         self.owners: dict[int, tuple[weakref.ref[AsyncStream], int]] = {}
-        self._told: set[AsyncStream] = set()
-        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._told = set[AsyncStream]()
+        self._wake = SimpleQueue[None]()
         self._change = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False

@@ -124,8 +124,13 @@ class AnswerParser:
         self._where = "after"
 
     def _enter(self, opening: Opening) -> None:
-        self._open, self._space, self._trims = opening, "", True
-        self._body, self._in_string, self._escaped, self._depth = "", False, False, 0
+        self._open = opening
+        self._space = ""
+        self._trims = True
+        self._body = ""
+        self._in_string = False
+        self._escaped = False
+        self._depth = 0
 
     def _within(self, final: bool) -> bool:
         opening = self._open
@@ -149,7 +154,9 @@ class AnswerParser:
         elif self._where == "start":
             self._where = "thought"
         self._at = len(self._text) if close is None or close.partial else close.end()
-        self._open, self._space, self._trims = None, "", True
+        self._open = None
+        self._space = ""
+        self._trims = True
 
     def _close_of_call(self, opening: Opening) -> Any:
         """Read arguments up to where the call ends; the match of its close, a partial one, or None at the end."""
@@ -302,7 +309,7 @@ def deltas(parts: Iterable[AnswerPart]) -> list[Json]:
 def message_of(parts: Iterable[AnswerPart]) -> Json:
     """The parts as an assistant's `message` in OpenAI's form; content is None where there are calls alone."""
     texts = dict[str, str]()
-    calls = list[Json]()
+    calls = []
     for delta in deltas(parts):
         for name, value in delta.items():
             if name != "tool_calls":

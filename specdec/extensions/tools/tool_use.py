@@ -69,7 +69,7 @@ def tool_use(given: Fields, own: AnswerFormat | None, template: Any = None) -> T
 
 def _tools_of(given: Any) -> dict[str, Fields]:
     """The functions of a body's tools, by name."""
-    found = dict[str, Fields]()
+    found = {}
     if given is not None and not isinstance(given, (list, tuple)):
         raise refuse("tools", given, 'a list of {"type": "function", "function": {"name": …, "parameters": …}}')
     for tool in given or ():
