@@ -62,6 +62,11 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.3g} KiB"
 
 
+def ratio(amount: float, of: float) -> float:
+    """amount / of; NaN where there is nothing to divide by."""
+    return amount / of if of else math.nan
+
+
 def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
     """The error for a value that is not allowed."""
     return InvalidInputError(f"{name}={short(value)}: allowed is {allowed}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.requests.stats import RoundRecord
 from specdec.run_files import write_atomically
-from specdec.values import Json
+from specdec.values import Json, ratio
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def seconds_a_round(answers: Iterable[Answer]) -> float:
     answers = list(answers)
     rounds = sum(len(answer.rounds) for answer in answers)
     seconds = sum(turn.decode_s for answer in answers for turn in answer.turns)
-    return seconds / rounds if rounds else float("nan")
+    return ratio(seconds, rounds)
 
 
 def to_json(answer: Answer) -> Json:

@@ -81,18 +81,18 @@ class Admission:
     def check_room(self, present: int, new: int) -> None:
         """Check that `new` requests may join the `present` ones. Raises QueueFullError; InvalidInputError if they would
         not fit even into an idle engine."""
-        most = self.config.max_waiting_requests
-        if most is not None and new > self.config.max_num_seqs + most:
+        rows = self.config.max_num_seqs
+        waiting = self.config.max_waiting_requests
+        if waiting is None:
+            return
+        most = f"at most {rows} run at once (max_num_seqs) and {waiting} wait (max_waiting_requests)"
+        if new > rows + waiting:
             raise InvalidInputError(
-                f"one call brings {new} requests (prompts times n): at most {self.config.max_num_seqs} run at once "
-                f"(max_num_seqs) and {most} wait (max_waiting_requests), so it can never be taken; ask for at most "
-                f"{self.config.max_num_seqs + most} in a call"
+                f"one call brings {new} requests (prompts times n): {most}, so it can never be taken; ask for at most "
+                f"{rows + waiting} in a call"
             )
-        if most is not None and present + new > self.config.max_num_seqs + most:
-            raise QueueFullError(
-                f"{new} new requests beside {present} that wait or run: at most {self.config.max_num_seqs} run at once "
-                f"(max_num_seqs) and {most} wait (max_waiting_requests); ask again later"
-            )
+        if present + new > rows + waiting:
+            raise QueueFullError(f"{new} new requests beside {present} that wait or run: {most}; ask again later")
 
     def request(
         self,

@@ -67,7 +67,8 @@ def commit(
     head_has_read: whether the draft prefill over this verification is launched; else the head has read only tokens
         committed before it, in rows with drafts.
     """
-    rows = schedule.rows[target.decided]
+    every = schedule.rows
+    rows = every[target.decided]
     width = np.arange(outcome.tokens.shape[1])
     length = table.length[rows]
     limit = table.limit[rows]
@@ -79,21 +80,21 @@ def commit(
     j, column = (width < count[:, None]).nonzero()
     table.tokens[rows[j], length[j] + column] = outcome.tokens[j, column]
     table.length[rows] = length + count
-    accepted = np.zeros(len(schedule.rows), np.int64)
+    accepted = np.zeros(len(every), np.int64)
     accepted[target.decided] = outcome.num_accepted
     if not head_has_read:
-        drafted = schedule.rows[schedule.num_drafts > 0]
+        drafted = every[schedule.num_drafts > 0]
         table.head_computed[drafted] = table.computed[drafted]
-    table.computed[schedule.rows] += schedule.num_new + accepted
+    table.computed[every] += schedule.num_new + accepted
     if head_has_read:
-        table.head_computed[schedule.rows] = table.computed[schedule.rows]
+        table.head_computed[every] = table.computed[every]
     if table.gives:
-        table.num_given[schedule.rows] = 0
+        table.num_given[every] = 0
     for columns, extra in zip(table.extras, target.extras, strict=True):
         if not columns.idle:
-            columns.commit(table, schedule.rows, extra, outcome.notes)
+            columns.commit(table, every, extra, outcome.notes)
     return Committed(
-        verified=Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted),
+        verified=Verified(target.query_start_loc, every, schedule.num_drafts, accepted),
         rows=rows,
         tokens=outcome.tokens,
         num_drafts=target.num_drafts,

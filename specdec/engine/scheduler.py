@@ -280,28 +280,30 @@ class Scheduler:
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
-        if not self._table.num_free:
+        table = self._table
+        waiting = self.waiting
+        if not table.num_free:
             return schedule
-        prefilling = self._table.prefilling(schedule.rows)
+        prefilling = table.prefilling(schedule.rows)
         read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
         tokens = schedule.num_tokens - sum(chunk for _, chunk in read)
-        reading = self._table.prefilling(np.array([r.row for r in self.running], np.int64))
+        reading = table.prefilling(np.array([r.row for r in self.running], np.int64))
         budgets = PromptBudget(self._config, self.running, reading, tokens)
         first = len(read)
         later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
-        while self.waiting and self._table.num_free and len(later) < self._config.max_num_seqs:
-            request = self.waiting.first
+        while waiting and table.num_free and len(later) < self._config.max_num_seqs:
+            request = waiting.first
             if not (budget := budgets.of(request, read)):
                 break
             if request.has_pages:  # `Guests.enter` found no place for it in this round
-                later.append(self.waiting.popleft())
+                later.append(waiting.popleft())
                 continue
             request.variant = self.variant(request)
             prefill, drafts = self._entry(request)
             found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
             if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
-                later.append(self.waiting.popleft())
+                later.append(waiting.popleft())
                 continue
             own = self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
             for group, pages in enumerate((found.pages, *found.windowed)):
@@ -310,17 +312,17 @@ class Scheduler:
                 break
             promised += own
             fault = raised_twice(partial(self._open, request, prefill, found))
-            self.waiting.popleft()
+            waiting.popleft()
             if fault is not None:
                 promised -= own
                 self.refused.append((request, fault))
                 continue
-            pending = min(int(self._table.pending(np.array([request.row]))[0]), budget)
-            read.append((request.row, self._table.chunk(request.row, pending, read)))
+            pending = min(int(table.pending(np.array([request.row]))[0]), budget)
+            read.append((request.row, table.chunk(request.row, pending, read)))
         for request in reversed(later):
-            self.waiting.appendleft(request)
+            waiting.appendleft(request)
         rows, lens = np.array([each for each in read[first:] if each[1]], np.int64).reshape(-1, 2).T
-        self.reserve(rows, self._table.computed[rows] + lens, False)
+        self.reserve(rows, table.computed[rows] + lens, False)
         return Schedule(
             np.concatenate([schedule.rows, rows]),
             np.concatenate([schedule.num_new, lens]),

@@ -225,7 +225,8 @@ class SharedEngine:
     def cancel(self, call: Call, indices: Collection[int], dropped: bool = False) -> None:
         """End these requests of a call, or all, which are reported once more. Never waits, as `abandon`.
         dropped: the caller went away."""
-        each, wanted = list(call.places.items()), set(indices)
+        each = list(call.places.items())
+        wanted = set(indices)
         if (engine := self._open_engine) is not None:
             engine.deadlines.cancel([request_id for request_id, i in each if not wanted or i in wanted], dropped)
 
@@ -294,21 +295,22 @@ class SharedEngine:
     def _queue(self, call: Call, requests: Sequence[Submits], waited: float) -> None:
         if self.num_drains:
             raise DrainingError(DRAINING)
-        first = self._engine.next_id
-        self._engine.check_room(len(requests))
-        self._engine.check_weights()
+        engine = self._engine
+        first = engine.next_id
+        engine.check_room(len(requests))
+        engine.check_weights()
         try:
             ids = []
             for index, request in enumerate(requests, call.num_requests):
-                ids.append(request.submit_to(self._engine))
+                ids.append(request.submit_to(engine))
                 call.places[ids[-1]] = index
                 self._calls[ids[-1]] = call
             call.num_requests += len(ids)
             if len(ids) > 1:
-                self._engine.arrange(ids)
-            self._engine.add_wait(ids, waited)
+                engine.arrange(ids)
+            engine.add_wait(ids, waited)
         except BaseException:
-            gone = range(first, self._engine.next_id)
+            gone = range(first, engine.next_id)
             self._abandoned.extend(gone)
             # All ids taken since `first`: an interrupt may strike between submit_to and the append to `ids`.
             for request_id in gone:

@@ -12,6 +12,7 @@ from specdec.errors import SpecdecWarning
 from specdec.requests.request import FinishReason, Update
 from specdec.requests.shown import tau_words
 from specdec.user_warnings import warn_user
+from specdec.values import ratio
 
 LATELY = 10
 """Seconds over which the latest rate of tokens is counted."""
@@ -63,12 +64,12 @@ class EngineStats:
     @property
     def tau(self) -> float:
         """Acceptance length over finished requests; NaN without rounds."""
-        return self.emitted / self.verified if self.verified else float("nan")
+        return ratio(self.emitted, self.verified)
 
     @property
     def prefix_hit_rate(self) -> float:
         """Share of prompt tokens that were found in the prefix cache; NaN where none was looked for."""
-        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else float("nan")
+        return ratio(self.prefix_hit_tokens, self.prefix_query_tokens)
 
 
 class Counters:

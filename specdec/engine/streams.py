@@ -122,7 +122,8 @@ class Stream(Iterator[StreamUpdate]):
 
     def hand_over(self) -> tuple[Sequence[Submission], Callable[[], None] | None]:
         """Close an unread stream and return its requests and their check."""
-        requests, self._requests = self._requests or (), None
+        requests = self._requests or ()
+        self._requests = None
         return requests, self._check
 
     def take_over(self, other: Stream) -> range:

@@ -190,7 +190,8 @@ class Request:
     def rewind(self) -> None:
         """Reset to the reported tokens, waiting; later tokens are generated again."""
         self.give_back(self.progress.num_tokens, self.progress.num_rounds, None)
-        self.row, self.has_pages = -1, False
+        self.row = -1
+        self.has_pages = False
         self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
     def give_back(self, num_tokens: int, num_rounds: int, finish_reason: FinishReason | None) -> None:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from specdec.values import short
+from specdec.values import ratio, short
 
 _MOST_LETTERS = 60
 
@@ -113,7 +113,7 @@ def with_bar(stream: Any, hidden: bool = False) -> Iterator[tuple[int, Any]]:
                 verified = verified + pooled.rounds
                 emitted = emitted + pooled.emitted
             rate = tokens / max(time.perf_counter() - begin, 1e-9)
-            tau = tau_words(emitted / verified if verified else float("nan"))
+            tau = tau_words(ratio(emitted, verified))
             bar.set_postfix_str(f"{tokens} tokens, {rate:.0f}/s, {tau}", refresh=False)
             bar.update(update.completion is not None)
             if update.completion is not None:

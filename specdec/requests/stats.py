@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specdec.requests.shown import tau_words
+from specdec.values import ratio
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,17 @@ class AcceptanceStats:
     @property
     def tau(self) -> float:
         """Acceptance length: tokens emitted per target pass; 1.0 without speculation, NaN without rounds."""
-        return self.emitted / self.rounds if self.rounds else float("nan")
+        return ratio(self.emitted, self.rounds)
 
     @property
     def conditional(self) -> tuple[float, ...]:
         """P(draft j+1 accepted | drafts 1..j accepted and draft j+1 existed), per position j."""
-        return tuple(a / n if n else float("nan") for a, n in zip(self.accepted_at, self.reached, strict=True))
+        return tuple(map(ratio, self.accepted_at, self.reached))
 
     @property
     def unconditional(self) -> tuple[float, ...]:
         """P(drafts 1..j+1 all accepted | draft j+1 existed), per position j."""
-        return tuple(a / n if n else float("nan") for a, n in zip(self.accepted_at, self.offered, strict=True))
+        return tuple(map(ratio, self.accepted_at, self.offered))
 
 
 def pool(rounds: Iterable[RoundRecord]) -> AcceptanceStats:

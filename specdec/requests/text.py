@@ -212,7 +212,8 @@ class Detokenizer:
                 self._run = None
             elif self._run is None:
                 self._decode()
-                self._run, self._before = b"", self.tail
+                self._run = b""
+                self._before = self.tail
             self._ids.append(token_id)
             if self._run is not None and spelling.byte is not None:
                 self._run += bytes([spelling.byte])

@@ -178,7 +178,8 @@ class Asked:
         length = self.ids.shape[1]
         least = max((config.min_length or 0) - length, config.min_new_tokens or 0)
         config.max_new_tokens, config.max_length = (config.max_length or 0) - length, None
-        config.min_new_tokens, config.min_length = least or None, None
+        config.min_new_tokens = least or None
+        config.min_length = None
         config.eos_token_id = [token for token in eos_ids(self.config) if token >= 0] or None
         for name in ("stop_strings", "bos_token_id", "pad_token_id", *_OUTPUTS):
             setattr(config, name, None)

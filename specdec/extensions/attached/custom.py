@@ -75,7 +75,8 @@ class CustomGenerate:
         mask = arguments.pop("attention_mask", None)
         check_arguments(arguments, PREPARED)
         mask = torch.ones_like(input_ids) if mask is None else mask
-        config.num_return_sequences, config.stop_strings = 1, self.stop_strings
+        config.num_return_sequences = 1
+        config.stop_strings = self.stop_strings
         own, function = _of_caller(model, config, input_ids, logits_processor or ())
         criteria = [one for one in stopping_criteria or () if not _of_config(one, config)]
         asked = Asked(input_ids, mask, config, own, tuple(criteria), function, self.streamer, self.tokenizer)

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -319,32 +319,33 @@ class Manager:
         if output.timestamps is not None:
             output.timestamps += [now] * len(update.token_ids)
         if update.last:
-            output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
+            output.status = RequestStatus.FINISHED
+            output.lifespan = (output.lifespan[0], now)
             del self._ongoing[place]
         if update.error is not None:
-            output.status, output.error = RequestStatus.FAILED, str(update.error)
+            output.status = RequestStatus.FAILED
+            output.error = str(update.error)
         if own.streaming or update.last:
             with self._change:
                 self._tell(own.copy())
 
-    def _fail(self, reason: str) -> None:
-        """End all that is ongoing."""
-        with self._change:
-            for own in self._ongoing.values():
-                own.output.status, own.output.error = RequestStatus.FAILED, reason
-                self._tell(own.copy())
-            self._ongoing.clear()
+    def _fail(self, each: Iterable[_Ongoing], reason: str) -> None:
+        """End these requests."""
+        for own in each:
+            own.output.status = RequestStatus.FAILED
+            own.output.error = reason
+            self._tell(own.copy())
 
     def _end(self) -> None:
         error = self.background_thread_status.fatal_error
-        self._fail("the manager was stopped" if error is None else named_error(error))
+        with self._change:
+            self._fail(self._ongoing.values(), "the manager was stopped" if error is None else named_error(error))
+            self._ongoing.clear()
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
         with self._change:
-            for own in itertools.chain(*(ongoing for _, _, ongoing in self._new)):
-                own.output.status, own.output.error = RequestStatus.FAILED, "stopped"
-                self._tell(own.output)
+            self._fail(itertools.chain(*(ongoing for _, _, ongoing in self._new)), "stopped")
             self._new.clear()
             self._paused = True
             self._change.notify_all()

@@ -11,7 +11,7 @@ import asyncio
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -24,13 +24,12 @@ from specdec.extensions.batches.tasks import TaskDefaults, task_of, tasks_of
 from specdec.model import SpeculativeModel
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Json
+from specdec.values import Fields, Json
 
 IN_FLIGHT = 3
 """Chunks of lines that a worker has at once: while one ends, the others fill its batch."""
 ATTEMPTS = 3
 """Workers that a chunk is given to, where they die of it or with it."""
-Columns = Mapping[str, Any]
 
 
 class BatchActor:
@@ -41,7 +40,7 @@ class BatchActor:
         model: str,
         draft: str | None = None,
         *,
-        params: SamplingParams | Mapping[str, Any] | None = None,
+        params: SamplingParams | Fields | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -65,7 +64,7 @@ class BatchActor:
         """Once the model is loaded."""
         return True
 
-    def predict(self, batch: Columns) -> Json:
+    def predict(self, batch: Fields) -> Json:
         """The columns of a batch and those of its answers: see `tasks_of`, `answer_columns`."""
         tasks = tasks_of(batch, self.asking)
         return answer_columns(batch, answered(self.model, tasks))
@@ -78,7 +77,7 @@ class BatchActor:
 class Predictor(BatchActor):
     """For `ray.data.Dataset.map_batches`: columns in, columns out, one batch after the other."""
 
-    def __call__(self, batch: Columns) -> Json:
+    def __call__(self, batch: Fields) -> Json:
         return self.predict(batch)
 
 
@@ -89,7 +88,7 @@ class AsyncPredictor(BatchActor):
         super().__init__(*args, **options)
         self._pool = ThreadPoolExecutor(64)  # they sleep while one of them runs a round
 
-    async def __call__(self, batch: Columns) -> Json:
+    async def __call__(self, batch: Fields) -> Json:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.predict, batch)
 
 

@@ -24,7 +24,7 @@ from specdec.extensions.batches.lines import Line, lines_of, look_through
 from specdec.extensions.batches.records import Record, row_number
 from specdec.requests.shown import tau_words
 from specdec.run_files import KeptLines
-from specdec.values import Json
+from specdec.values import Json, ratio
 
 REPORT_S = 30.0
 """Seconds between two lines about the progress where standard error is no terminal."""
@@ -60,7 +60,7 @@ class Summary:
     def words(self) -> str:
         """In a line."""
         before = f" ({self.before:,} in earlier runs)" if self.before else ""
-        tau = tau_words(self.emitted / self.rounds if self.rounds else float("nan"))
+        tau = tau_words(ratio(self.emitted, self.rounds))
         speed = f"{self.new_tokens:,} new tokens in {self.seconds:.1f} s, {self.rate:,.0f}/s, {tau}"
         ended = f"{self.before + self.ended:,} of {self.rows:,} rows have ended{before}, {self.failed:,} with an error"
         return f"{ended}; {speed}" if self.ended else ended

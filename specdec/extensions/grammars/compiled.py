@@ -114,17 +114,15 @@ class CompiledGrammar:
     begin: MarkerFinder | None
     returns: bool
     can_loop: bool
-
-    def __post_init__(self) -> None:
-        # Masks by state of the marker, filled by `free_mask`. The dataclass is frozen, and the cache is no field of it.
-        object.__setattr__(self, "_free", {})
+    _free: dict[int, np.ndarray | None] = field(init=False, repr=False, default_factory=dict)  # by state of the marker
 
     def begins_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether it begins with the first new token: without a marker, or where the prompt ends with the marker's text
         and nothing but white space after it, of at most 64 tokens."""
         if self.begin is None:
             return True
-        texts, symbols = self.vocabulary.spellings, self.begin.symbols
+        texts = self.vocabulary.spellings
+        symbols = self.begin.symbols
         marker = bytes(symbols) if self.begin.is_text else b"".join(texts[i] for i in symbols)
         prompt = b"".join(texts[i] for i in prompt_ids[-len(marker) - _MOST_SPACES :])
         return bool(marker) and marker in prompt and not prompt.rpartition(marker)[2].strip()
@@ -139,14 +137,13 @@ class CompiledGrammar:
         """Mask [W] int32 of the tokens allowed outside of the grammar, None for all. Excluded are tokens whose text
         completes the marker and then continues in a way that the grammar cannot begin."""
         assert self.begin is not None
-        masks: dict[int, np.ndarray | None] = self._free  # type: ignore[attr-defined]
         if not self.begin.is_text:
             return None
-        if state not in masks:
+        if state not in self._free:
             found = self.begin.overhanging(state, self.vocabulary.tokens_before_end(self.begin.symbols[-1]))
             banned = [token_id for token_id, rest in found.items() if self.matcher(rest) is None]
-            masks[state] = self.vocabulary.without(banned) if banned else None
-        return masks[state]
+            self._free[state] = self.vocabulary.without(banned) if banned else None
+        return self._free[state]
 
 
 class GrammarCompiler:
@@ -180,8 +177,11 @@ class GrammarCompiler:
         self._special = {str(token): token_id for token_id, token in added.items()}
         self._hidden = [str(token) for token_id, token in added.items() if token.special or token_id == eos]
         self.kept = OrderedDict[Grammar, CompiledGrammar]()
-        self._lock, self._compiling, self._before_end = threading.Lock(), threading.Lock(), dict[int, Ids]()
-        self._workers, self.given_up = workers_of(llguidance), set[CompiledGrammar]()
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._before_end: dict[int, Ids] = {}
+        self._workers = workers_of(llguidance)
+        self.given_up = set[CompiledGrammar]()
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """The grammar, compiled or as it was kept.

@@ -57,16 +57,17 @@ class RequestGrammar:
 
         Errors noted after drafts that were rejected are forgotten.
         """
+        seen = self._seen
         own = list(new_ids)
         kept = self._errors.items()
         self._errors = {at: (ids, e) for at, (ids, e) in kept if len(ids) < len(own) and own[: len(ids)] == ids}
-        if own[: len(self._seen)] != self._seen:
+        if own[: len(seen)] != seen:
             self._restart()
-            self._seen.clear()
-        for token_id in own[len(self._seen) :]:
+            seen.clear()
+        for token_id in own[len(seen) :]:
             if not self._take(token_id):
-                self.note(self.prompt_len + len(self._seen), [], SpecdecError(f"token {token_id} cannot come next"))
-            self._seen.append(token_id)
+                self.note(self.prompt_len + len(seen), [], SpecdecError(f"token {token_id} cannot come next"))
+            seen.append(token_id)
 
     def masks(self, drafts: Ids, words: int) -> RowMasks:
         """Masks before each draft and after the last. words: W. Does not change the state."""

@@ -193,7 +193,7 @@ class HeldPages:
         return self.reserved[number].pages
 
     def take(self, number: int) -> Pages:
-        """The reserved pages of a number, which from here on belong to a waiting request that reads them, or to nobody."""
+        """The reserved pages of a number, which are reserved no more."""
         return self.reserved.pop(number).pages
 
     def drop(self, number: int, settled: Callable[[], bool]) -> None:

@@ -72,7 +72,9 @@ class MovingRequests(Guests):
 
     def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
         """See `Guests.keep`: all requests read their tokens again, and those that were leaving will leave again."""
-        self._waiting, self._entered, self._leaving = {}, [], {}
+        self._waiting = {}
+        self._entered = []
+        self._leaving = {}
         self._seconds = {request: self._seconds[request] for request in waiting if request in self._seconds}
         self.held.keep(pools)
 
@@ -231,22 +233,22 @@ class MovingRequests(Guests):
             HandoffMismatchError: the rounds have state that cannot move, see `RoundExtra.refuses_handoff`.
         """
         _check_extras(self._engine.admission)
-        if request.params.user_code:
+        params = request.params
+        if params.user_code:
             raise HandoffMismatchError(
-                f"{', '.join(request.params.user_code)}: code of the caller's does not move to another engine; "
+                f"{', '.join(params.user_code)}: code of the caller's does not move to another engine; "
                 "generate such requests where they are submitted"
             )
-        if request.params.grammar is not None:
+        if params.grammar is not None:
             raise HandoffMismatchError(
                 "grammar: where a request stands in it does not move to another engine; generate such requests where "
                 "they are submitted"
             )
-        if request.params.told:
+        if params.told:
             raise HandoffMismatchError(
-                f"{', '.join(request.params.told)}: what the first round tells does not move to another engine; leave "
-                "them out"
+                f"{', '.join(params.told)}: what the first round tells does not move to another engine; leave them out"
             )
-        return self._engine.admission.check(request.token_ids, request.params, prompt_alone=True)
+        return self._engine.admission.check(request.token_ids, params, prompt_alone=True)
 
     def check_moved(self, moved: MovedRequest) -> None:
         """Check that a request from another engine can be served as it would have been there.

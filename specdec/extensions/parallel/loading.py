@@ -65,15 +65,16 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
         _everywhere(target), None if draft is None else _everywhere(draft), replace(options, tokenizer=None), text_ids
     )
     link = start_ranks(options.tensor_parallel_size, device)
-    assert link.workers.collectives is not None
-    ranks = Ranks(0, options.tensor_parallel_size, device, link.workers.collectives, link, LeadingEngine, _moving)
+    workers = link.workers
+    assert workers.collectives is not None
+    ranks = Ranks(0, options.tensor_parallel_size, device, workers.collectives, link, LeadingEngine, _moving)
     try:
-        with link.workers.lock, link.workers.loading(), ranks.together():
+        with workers.lock, workers.loading(), ranks.together():
             link.send(message)
             model = load(target, draft, replace(options, tokenizer=tokenizer, device=device), ranks)
-            link.workers.wait_answers(("loaded", link.number, 0))
+            workers.wait_answers(("loaded", link.number, 0))
     except BaseException as error:
-        found = _settled(link.workers, error)
+        found = _settled(workers, error)
         link.close()
         if found is None:
             raise

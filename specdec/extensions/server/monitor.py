@@ -47,7 +47,7 @@ class Monitor:
             registry=own,
         )
         Gauge("specdec_http_in_flight", "Completions of clients in flight.", registry=own).set_function(in_flight)
-        first, token, total, queue = (
+        self._first, self._token, self._total, self._queue = (
             Histogram(f"specdec_{name}_seconds", help, buckets=buckets, registry=own)
             for name, help, buckets in (
                 ("time_to_first_token", "From a request's arrival to its first token.", _TO_A_TOKEN),
@@ -56,10 +56,6 @@ class Monitor:
                 ("queue", "Of a completion, waiting for a row.", _TO_A_TOKEN),
             )
         )
-        self._first = first
-        self._token = token
-        self._total = total
-        self._queue = queue
 
     def count(self, record: RequestRecord) -> None:
         """Count a request that has ended; its latencies where it was answered."""

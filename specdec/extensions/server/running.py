@@ -53,7 +53,8 @@ def start_log(form: str, level: str) -> None:
     logging.captureWarnings(True)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level.upper() if name != "uvicorn" or level == "debug" else "WARNING")  # it tells each step
 
 

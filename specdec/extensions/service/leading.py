@@ -91,7 +91,8 @@ class Leader:
     def end(self) -> None:
         """End the thread; calls that are open raise ClosedModelError after the updates that they have."""
         with self._change:
-            self._ended, thread = True, self._thread
+            self._ended = True
+            thread = self._thread
         self._wake.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_LONGEST_END)
