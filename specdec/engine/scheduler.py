@@ -280,17 +280,14 @@ class Scheduler:
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
-        table = self._table
-        waiting = self.waiting
+        table, waiting = self._table, self.waiting
         if not table.num_free:
             return schedule
         prefilling = table.prefilling(schedule.rows)
         read = [*zip(schedule.rows[prefilling].tolist(), schedule.num_new[prefilling].tolist(), strict=True)]
-        tokens = schedule.num_tokens - sum(chunk for _, chunk in read)
         reading = table.prefilling(np.array([r.row for r in self.running], np.int64))
-        budgets = PromptBudget(self._config, self.running, reading, tokens)
-        first = len(read)
-        later: list[Request] = []
+        budgets = PromptBudget(self._config, self.running, reading, schedule.num_tokens - sum(n for _, n in read))
+        later, first = list[Request](), len(read)
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while waiting and table.num_free and len(later) < self._config.max_num_seqs:
             request = waiting.first
@@ -310,13 +307,12 @@ class Scheduler:
                 own[group] -= len(pages)
             if (promised + own > self._free_besides(found)).any():
                 break
-            promised += own
             fault = raised_twice(partial(self._open, request, prefill, found))
             waiting.popleft()
             if fault is not None:
-                promised -= own
                 self.refused.append((request, fault))
                 continue
+            promised += own
             pending = min(int(table.pending(np.array([request.row]))[0]), budget)
             read.append((request.row, table.chunk(request.row, pending, read)))
         for request in reversed(later):
