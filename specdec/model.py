@@ -60,6 +60,7 @@ class SpeculativeModel:
         backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
         self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
+        plain_linears: why linear layers on a CPU are plain; "" where they are packed.
         group: processes that run the target together. ranks: the same if several, each `hf_model` a share; else None.
         checkpoint: where the target was read from; None for a loaded model without a name. steps: seconds of the start.
         engine: runs the rounds; for tools, on one thread at a time and never during a call on another one.
@@ -75,6 +76,7 @@ class SpeculativeModel:
         self.config, self.checkpoint = parts.config, parts.checkpoint
         self.num_speculative_tokens = parts.config.num_speculative_tokens
         self.generation_config_use, self._prefix_caching = options.generation_config, parts.prefix_caching
+        self.plain_linears = parts.linears
         self.backend_name, self.cascade_attention = parts.backend.name, parts.cascade
         with startup_progress() as self.steps:
             made = assemble(parts, options.cuda_graphs, group)
@@ -110,6 +112,9 @@ class SpeculativeModel:
                 tokens with and without speculation; slower, needs CUDA graphs.
             dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name.
             device: default CUDA if there is one.
+            cpu_linears: weights of linear layers on a CPU, in float32 or bfloat16. "packed": kept in oneDNN's layout
+                alone; the parameters of `hf_model` are others until `close`, and as slow to read as to copy. "plain".
+                "auto": packed on x86-64 from 32 MiB, unless the model was loaded before: docs/targets.md.
             tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
             max_num_seqs: most requests in one batch.

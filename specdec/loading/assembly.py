@@ -52,6 +52,7 @@ class Parts:
         tokenizer: the given one, else the target's; None without one.
         config: sizes and limits; with prefix caching if possible.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
+        linears: why linear layers on a CPU stay as they are; "" where they are packed.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
         cache_tokens: tokens of the KV cache. cache_bytes: bytes of all caches and the states of recurrent layers.
     """
@@ -64,6 +65,7 @@ class Parts:
     config: EngineConfig
     format: KVFormat
     layout: KVLayout
+    linears: str
     prefix_caching: str
     cascade: str
     cache_tokens: int
@@ -164,6 +166,10 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
             pages = CacheGroup("head", specs, config.num_head_pages, config.page_size, parts.layout)
             runner = GroupRunner(parts.backend, pages, probed.model.dtype, probed.model.device)
             drafter = Drafter(head, loop, runner)
+        if not parts.linears and choice.reason:
+            from specdec.loading.linears import pack_linears
+
+            pack_linears((probed.model, head), target.uncalled, target.alterations)
         return _checked(target, drafter, parts, choice)
 
 

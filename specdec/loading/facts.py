@@ -13,6 +13,7 @@ from attention.hf.weights import is_quantised, model_bytes, num_elements
 from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
 from specdec.loading.cache_format import scales_in_words
+from specdec.loading.linears import linears_in_words
 from specdec.loading.quantisation import dtype_in_words, kind_in_words, quantisation_of
 from specdec.options.generation_config import named, sampling_of_model, unsupported
 from specdec.values import Json
@@ -56,6 +57,7 @@ def facts_of(model: Any) -> Json:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
+        "linears": linears_in_words(model.hf_model, head, model.plain_linears),
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),

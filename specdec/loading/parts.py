@@ -26,6 +26,7 @@ from specdec.loading.cache_format import kv_format, kv_layout
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.cuda_graphs import loading_thread
 from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
+from specdec.loading.linears import why_plain
 from specdec.loading.names import load_pair
 from specdec.loading.progress import log
 from specdec.loading.sizes import (
@@ -88,10 +89,12 @@ def load_parts(
     group.check_target(probed)
     name_what_is_left_out(probed)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
+    given = isinstance(target, PreTrainedModel)
+    linears = why_plain(options.cpu_linears, model, given, group.size == 1)
     log.info("loading the head")
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
-    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras, linears)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
@@ -163,6 +166,7 @@ def _sized(
     group: Group,
     lookup: bool,
     more_extras: MakeExtras,
+    linears: str,
 ) -> Parts:
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device, page_size = probed.model.device, options.page_size
@@ -199,6 +203,7 @@ def _sized(
         config,
         format,
         kv_layout(options.kv_cache_layout, backend),
+        linears,
         prefix_caching,
         cascade,
         first.tokens,
