@@ -110,11 +110,12 @@ class SpeculativeModel:
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
                 CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same
                 tokens with and without speculation; slower, needs CUDA graphs.
-            dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name.
+            dtype: a torch dtype or its name; "auto": the checkpoint's; on a CPU bfloat16, if it is in that and the
+                processor computes in it (AVX512-BF16, AMX), else, and for built-in and quantised ones, float32.
             device: default CUDA if there is one.
-            cpu_linears: weights of linear layers on a CPU, in float32 or bfloat16. "packed": kept in oneDNN's layout
-                alone; the parameters of `hf_model` are others until `close`, and as slow to read as to copy. "plain".
-                "auto": packed on x86-64 from 32 MiB, unless the model was loaded before: docs/targets.md.
+            cpu_linears: weights of linear layers on a CPU, "packed" in oneDNN's layout, in which alone they are kept
+                until `close` (docs/targets.md), or "plain". "auto": packed where 32 MiB or more, unless the model was
+                loaded before.
             tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
             max_num_seqs: most requests in one batch.

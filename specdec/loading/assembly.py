@@ -169,7 +169,7 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
         if not parts.linears and choice.reason:
             from specdec.loading.linears import pack_linears
 
-            pack_linears((probed.model, head), target.uncalled, target.alterations)
+            pack_linears((probed.model, head), target.alterations)
         return _checked(target, drafter, parts, choice)
 
 

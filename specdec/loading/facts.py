@@ -57,7 +57,7 @@ def facts_of(model: Any) -> Json:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
-        "linears": linears_in_words(model.hf_model, head, model.plain_linears),
+        "linears": linears_in_words(model.hf_model, model.plain_linears),
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),

@@ -1,10 +1,9 @@
-"""Linear layers on a CPU: whether their weights are laid out for oneDNN, and laying them out, in one copy."""
+"""Linear layers on a CPU: whether their weights are laid out for oneDNN, and laying them out in their only copy."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,19 +11,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attention.hf.gate import gate_of
-from attention.hf.patches import attention_configs
 from attention.hf.weights import computes_plainly, model_bytes
 from specdec.errors import InvalidInputError
 from specdec.loading.progress import log
 from specdec.ops.packed_weight import ONEDNN, Matrix, PackedWeight
 from specdec.wrapped.alterations import Alterations
 
-DTYPES = (torch.float32, torch.bfloat16)
 _FEWEST_BYTES = 2**25
 """Weights of fewer bytes stay in a processor's cache, where laying them out gains nothing."""
-_MEASURED = ("x86_64", "AMD64")
-"""Machines on which packed weights were measured to be faster."""
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that read one tensor, by their names in transformers' models. Where they do not, each is computed alone."""
+_Packed = tuple[nn.Parameter, Any, list[nn.Module]]
+"""A user's parameter, what is in its place, and in which layers."""
 
 
 def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bool) -> str:
@@ -43,11 +41,10 @@ def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bo
     if asked == "plain":
         return "cpu_linears='plain'"
     if loaded_before:
-        return "the model was loaded before, and its parameters may be used elsewhere; cpu_linears='packed' packs them"
-    if platform.machine() not in _MEASURED:
-        return f"not measured on {platform.machine()}; cpu_linears='packed' packs them"
-    small = model_bytes(model) < _FEWEST_BYTES
-    return f"the weights take less than {_FEWEST_BYTES >> 20} MiB" if small else ""
+        return "the model was loaded before, and its parameters may be used elsewhere"
+    if not torch.cpu._is_avx2_supported():
+        return "not measured on processors without AVX2"
+    return "" if model_bytes(model) >= _FEWEST_BYTES else f"the weights take less than {_FEWEST_BYTES >> 20} MiB"
 
 
 def _impossible(model: PreTrainedModel, alone: bool) -> str:
@@ -55,97 +52,71 @@ def _impossible(model: PreTrainedModel, alone: bool) -> str:
         return f"it is for a CPU, and the model is on {model.device}"
     if not alone:
         return "the model is divided among processes"
-    if not torch.backends.mkldnn.is_available() or not hasattr(ONEDNN, "_linear_pointwise"):
-        return "this torch is built without oneDNN"
-    if model.dtype == torch.bfloat16 and not ONEDNN._is_mkldnn_bf16_supported():
-        return "oneDNN has no bfloat16 on this processor"
-    return "" if model.dtype in DTYPES else f"it is for float32 and bfloat16, and the model is {model.dtype}"
+    return "" if model.dtype in _dtypes() else f"oneDNN takes no {model.dtype} on this processor"
 
 
-def pack_linears(parts: Sequence[object], kept: Sequence[nn.Module], alterations: Alterations) -> None:
-    """Lay out the weights of the linear layers of a target and its head; the plain ones are freed until that is undone.
+def _dtypes() -> list[torch.dtype]:
+    """Dtypes of weights that oneDNN lays out."""
+    if not torch.backends.mkldnn.is_available():
+        return []
+    return [torch.float32, *([torch.bfloat16] if ONEDNN._is_mkldnn_bf16_supported() else [])]
 
-    A weight that is also an embedding stays plain memory, which oneDNN reads as it is.
 
-    parts: those that are modules have weights. kept: modules whose weights are read by others.
+def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
+    """Lay out the weights of the linear layers of a target and its head, in place of the plain ones until it is undone.
+
+    parts: those that are modules have weights.
     """
     log.info("packing the weights of linear layers")
     roots = [part for part in parts if isinstance(part, nn.Module)]
-    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in modules:
-        if (weight := module._parameters.get("weight")) is not None:
-            owners.setdefault(weight, []).append(module)
     done: list[_Packed] = []
-    alterations.on_undo(partial(_unpack, done, [config for root in roots for config in attention_configs(root)]))
+    alterations.on_undo(partial(_restore, done))
     for root in roots:
         alterations.on_undo(root.register_state_dict_post_hook(_plain_state).remove)
-    for weight, readers in owners.items():
-        shared = [(m._buffers, key) for m in modules for key, b in m._buffers.items() if b is not None and _lies_in(b, weight)]
-        if _packable(weight, readers, shared) and not set(readers) & set(kept):
-            done.append(_Packed.of(weight, readers, shared))
+    for group in _groups([module for root in roots for module in root.modules()]):
+        owns, tied = [own for own, _ in group], len(group[0][1]) > 1
+        matrix = Matrix([own.data for own in owns], tied)
+        for place, (own, layers) in enumerate(group):
+            packed = nn.Parameter(PackedWeight(matrix, place, own), own.requires_grad)
+            done.append((own, packed, layers))
+            _put(packed, own, layers)
+            own.data = matrix.memory if tied else own.data.new_empty(0)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A weight that was laid out.
-
-    Attributes:
-        own: the user's parameter, without memory if the weight has blocks. weight: what is in its place.
-        owners: the modules whose weight it is. shared: dicts of buffers that are this weight, with their keys.
-    """
-
-    own: nn.Parameter
-    weight: nn.Parameter
-    owners: Sequence[nn.Module]
-    shared: Sequence[tuple[dict[str, Tensor | None], str]]
-
-    @classmethod
-    def of(cls, own: nn.Parameter, owners: Sequence[nn.Module], shared: Any) -> _Packed:
-        """Lay it out, and put the result in its place."""
-        matrix = Matrix(own.detach(), not any(isinstance(owner, nn.Embedding) for owner in owners))
-        found = cls(own, nn.Parameter(PackedWeight(matrix, own), own.requires_grad), owners, shared)
-        found.place(found.weight)
-        if matrix.blocks:
-            own.data = own.data.new_empty(0)
-        return found
-
-    def place(self, weight: nn.Parameter) -> None:
-        """Make it the owners' weight. An owner that was given another one keeps that."""
-        for owner in self.owners:
-            now = owner._parameters.get("weight")
-            if now is self.own or now is self.weight:
-                owner._parameters["weight"] = weight
-        for buffers, key in self.shared:
-            buffers[key] = weight.detach()
-
-    def undo(self) -> None:
-        """Put the user's parameter back, with the current values."""
-        packed: Any = self.weight
-        if packed.matrix.blocks:
-            self.own.data = packed.plain()
-        self.own.grad = packed.grad
-        self.place(self.own)
+def _groups(modules: list[nn.Module]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
+    """Weights that one linear layer reads, perhaps beside an embedding, with these modules; siblings' together."""
+    # Heads have a weight of the target among their buffers.
+    held = {b.untyped_storage().data_ptr() for m in modules for b in m._buffers.values() if type(b) is Tensor}
+    readers = defaultdict(list)
+    for module in dict.fromkeys(modules):
+        readers[module._parameters.get("weight")].append(module)
+    found, dtypes = [], _dtypes()
+    for parent in modules:
+        free: dict[str, Any] = {}
+        for name, layer in parent.named_children():
+            weight: Any = layer._parameters.get("weight")
+            others = (type(each) is nn.Embedding for each in readers[weight] if each is not layer)
+            if computes_plainly(layer) and weight.dtype in dtypes and all(others):
+                free |= {} if weight.untyped_storage().data_ptr() in held else {name: layer}
+        for names in _SIBLINGS:
+            if all(name in free and free[name].bias is None for name in names):
+                found.append([(free[name].weight, [free.pop(name)]) for name in names])
+        found += [[(layer.weight, readers[layer.weight])] for layer in free.values()]
+    return found
 
 
-def _unpack(done: Sequence[_Packed], configs: Sequence[Any]) -> None:
-    """No forward runs meanwhile."""
-    with gate_of(configs[0] if configs else None).held(), torch.no_grad():
-        for packed in done:
-            packed.undo()
+def _put(weight: nn.Parameter, before: nn.Parameter, layers: list[nn.Module]) -> None:
+    """Give a weight to layers that have the one before."""
+    for layer in layers:
+        if layer._parameters.get("weight") is before:
+            layer._parameters["weight"] = weight
 
 
-def _packable(weight: nn.Parameter, owners: Sequence[nn.Module], shared: Sequence[tuple[Any, str]]) -> bool:
-    """Whether linear layers, and embeddings beside them, are all that reads a weight, and read all of it."""
-    linears = [owner for owner in owners if computes_plainly(owner)]
-    others = [owner for owner in owners if owner not in linears and type(owner) is not nn.Embedding]
-    whole = all(buffers[key].shape == weight.shape for buffers, key in shared)
-    known = weight.dtype in DTYPES and type(weight) is nn.Parameter
-    return bool(linears) and not others and whole and known
-
-
-def _lies_in(buffer: Tensor, weight: nn.Parameter) -> bool:
-    return buffer.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+def _restore(done: list[_Packed]) -> None:
+    """Give the layers their own parameters, with the current values."""
+    for own, packed, layers in done:
+        own.data, own.grad = packed.plain().clone(), packed.grad
+        _put(own, packed, layers)
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:
@@ -155,15 +126,9 @@ def _plain_state(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:
             state[name] = value.plain()
 
 
-def linears_in_words(model: PreTrainedModel, head: Any, reason: str) -> str | None:
-    """How the linear layers run on a CPU; None on another device. reason: see `why_plain`."""
-    if model.device.type != "cpu":
-        return None
-    roots = [root for root in (model, head) if isinstance(root, nn.Module)]
-    weights = [m.weight for root in roots for m in root.modules() if isinstance(m, nn.Linear)]
-    packed: list[Any] = [weight for weight in weights if isinstance(weight, PackedWeight)]
-    if not packed:
-        return f"plain: {reason}"
-    tied = sum(not weight.matrix.blocks for weight in packed)
-    plainly = f", {tied} of them in place: tied to an embedding" if tied else ""
-    return f"oneDNN: {len(packed)} of {len(weights)} layers{plainly}"
+def linears_in_words(model: PreTrainedModel, reason: str) -> str:
+    """How the linear layers of a target run. reason: see `why_plain`."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    by_onednn = [weight.matrix.packed for weight in weights if isinstance(weight, PackedWeight)]
+    counts = f"{len(by_onednn)} of {len(weights)} by oneDNN, {sum(by_onednn)} in its layout"
+    return counts if by_onednn else f"plain: {reason}"
