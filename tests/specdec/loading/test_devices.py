@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes import tiny_llama, wrap
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdec.errors import InvalidInputError
-from specdec.loading.targets import resolve_device, resolve_dtype
+from specdec.loading.targets import dtype_on, resolve_device, resolve_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
