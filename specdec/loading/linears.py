@@ -73,7 +73,10 @@ def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
     alterations.on_undo(partial(_restore, done))
     for root in roots:
         alterations.on_undo(root.register_state_dict_post_hook(_plain_state).remove)
-    for group in _groups([module for root in roots for module in root.modules()]):
+    modules = [module for root in roots for module in root.modules()]
+    # Heads have a weight of the target among their buffers.
+    held = {b.untyped_storage().data_ptr() for m in modules for b in m._buffers.values() if type(b) is Tensor}
+    for group in _groups(modules, held):
         owns, tied = [own for own, _ in group], len(group[0][1]) > 1
         matrix = Matrix([own.data for own in owns], tied)
         for place, (own, layers) in enumerate(group):
@@ -81,27 +84,33 @@ def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
             done.append((own, packed, layers))
             _put(packed, own, layers)
             own.data = matrix.memory if tied else own.data.new_empty(0)
+    for weight in {p for module in modules for p in module._parameters.values() if type(p) is nn.Parameter}:
+        if weight.untyped_storage().data_ptr() not in held:
+            weight.data = weight.data.clone()  # else a file stays mapped for what is left of it
 
 
-def _groups(modules: list[nn.Module]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
-    """Weights that one linear layer reads, perhaps beside an embedding, with these modules; siblings' together."""
-    # Heads have a weight of the target among their buffers.
-    held = {b.untyped_storage().data_ptr() for m in modules for b in m._buffers.values() if type(b) is Tensor}
+def _groups(modules: list[nn.Module], held: set[int]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
+    """Weights that one linear layer reads, perhaps beside an embedding, with these modules; siblings' together.
+
+    held: memory that somebody else reads, too.
+    """
     readers = defaultdict(list)
     for module in dict.fromkeys(modules):
         readers[module._parameters.get("weight")].append(module)
     found, dtypes = [], _dtypes()
-    for parent in modules:
-        free: dict[str, Any] = {}
+    for parent in dict.fromkeys(modules):
+        free: dict[str, tuple[nn.Parameter, list[Any]]] = {}
         for name, layer in parent.named_children():
-            weight: Any = layer._parameters.get("weight")
-            others = (type(each) is nn.Embedding for each in readers[weight] if each is not layer)
-            if computes_plainly(layer) and weight.dtype in dtypes and all(others):
-                free |= {} if weight.untyped_storage().data_ptr() in held else {name: layer}
+            if not computes_plainly(layer) or type(weight := layer.weight) is not nn.Parameter:
+                continue
+            layers = readers.pop(weight, [])  # once: a layer may have several parents
+            alone = layers and all(each is layer or type(each) is nn.Embedding for each in layers)
+            if alone and weight.dtype in dtypes and weight.untyped_storage().data_ptr() not in held:
+                free[name] = weight, layers
         for names in _SIBLINGS:
-            if all(name in free and free[name].bias is None for name in names):
-                found.append([(free[name].weight, [free.pop(name)]) for name in names])
-        found += [[(layer.weight, readers[layer.weight])] for layer in free.values()]
+            if all(name in free and free[name][1][0].bias is None for name in names):
+                found.append([free.pop(name) for name in names])
+        found += [[each] for each in free.values()]
     return found
 
 

@@ -67,6 +67,40 @@ def test_close_gives_the_model_back() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items()) and not packed(model)
 
 
+def test_two_engines_of_one_model() -> None:
+    """The second one uses what the first has laid out, and goes on when that is closed."""
+    model = tiny_llama()
+    own = dict(model.named_parameters())
+    first, second = (wrap(model, cpu_linears="packed") for _ in range(2))
+    assert tokens(first) == tokens(second) == hf_greedy(PROMPT, 24)
+    first.close()
+    assert tokens(second) == hf_greedy(PROMPT, 24) and not packed(model)
+    second.close()
+    assert all(parameter is own[name] for name, parameter in model.named_parameters())
+
+
+def test_layers_with_two_parents_and_weights_with_two_layers() -> None:
+    model = tiny_llama()
+    blocks = model.model.layers
+    blocks[1].mlp, blocks[2].self_attn.q_proj.weight = blocks[0].mlp, blocks[3].self_attn.q_proj.weight
+    right = tokens(wrap(copy.deepcopy(model)))
+    wrapped = wrap(model, cpu_linears="packed")
+    assert wrapped.describe()["linears"] == "24 of 26 by oneDNN, 24 in its layout"
+    assert tokens(wrapped) == right
+    wrapped.close()
+    assert not packed(model) and tokens(wrap(model)) == right
+
+
+def test_a_weight_that_a_head_reads_too_stays() -> None:
+    model = tiny_llama()
+    head = eagle3_head(model)
+    head.register_buffer("target_lm_head", model.lm_head.weight.detach(), persistent=False)
+    wrapped = wrap(model, head, cpu_linears="packed")
+    assert wrapped.describe()["linears"] == "28 of 29 by oneDNN, 28 in its layout"
+    assert head.target_lm_head.data_ptr() == model.lm_head.weight.data_ptr()
+    assert tokens(wrapped) == hf_greedy(PROMPT, 24)
+
+
 def test_a_load_that_fails_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     monkeypatch.setattr("specdec.loading.assembly.check_target", lambda *args: 1 / 0)
