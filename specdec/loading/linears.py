@@ -49,7 +49,7 @@ def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bo
 
 def _impossible(model: PreTrainedModel, alone: bool) -> str:
     if model.device.type != "cpu":
-        return f"it is for a CPU, and the model is on {model.device}"
+        return f"the model is on {model.device}, not on a CPU"
     if not alone:
         return "the model is divided among processes"
     return "" if model.dtype in _dtypes() else f"oneDNN takes no {model.dtype} on this processor"

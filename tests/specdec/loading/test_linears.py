@@ -220,3 +220,20 @@ def test_built_in_pairs_accept_the_same_drafts() -> None:
         answers = model.generate(texts, max_new_tokens=48, temperature=0)
         found.append([(list(each.token_ids), each.stats.rounds) for each in answers])
     assert found[0] == found[1]
+
+
+def test_adapters_run_live_and_merge_in_place() -> None:
+    peft: Any = pytest.importorskip("peft")
+    made = []
+    for _ in range(2):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        torch.manual_seed(3)
+        made.append(peft.get_peft_model(tiny_llama(), config).eval())
+    right = tokens(wrap(made[0]))
+    wrapped = wrap(made[1], cpu_linears="packed")
+    assert tokens(wrapped) == right != hf_greedy(PROMPT, 24)
+    made[1].merge_adapter()
+    again = wrap(made[1])
+    assert tokens(again) == right
+    made[1].unmerge_adapter()
+    assert tokens(wrapped) == right
