@@ -59,7 +59,7 @@ class Matrix:
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I], bias [sum of O] or None -> x · weightᵀ + bias [..., sum of O]."""
         count = x.shape[-2]
-        few = x.dtype is torch.float32 and 0 < count < FEWEST_ROWS and x.numel() == count * x.shape[-1]
+        few = self.packed and x.dtype is torch.float32 and 0 < count < FEWEST_ROWS and x.numel() == count * x.shape[-1]
         found: Tensor = ONEDNN._linear_pointwise(
             F.pad(x, (0, 0, 0, FEWEST_ROWS - count)) if few else x, self.memory, bias, "none", [], ""
         )
