@@ -34,6 +34,7 @@ from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
 from specdec.wrapped.group import Group
+from specdec.wrapped.linears import pack_linears
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
@@ -167,8 +168,7 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
             runner = GroupRunner(parts.backend, pages, probed.model.dtype, probed.model.device)
             drafter = Drafter(head, loop, runner)
         if not parts.linears and choice.reason:
-            from specdec.loading.linears import pack_linears
-
+            log.info("packing the weights of linear layers")
             pack_linears((probed.model, head), target.alterations)
         return _checked(target, drafter, parts, choice)
 

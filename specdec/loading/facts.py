@@ -13,12 +13,12 @@ from attention.hf.weights import is_quantised, model_bytes, num_elements
 from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
 from specdec.loading.cache_format import scales_in_words
-from specdec.loading.linears import linears_in_words
 from specdec.loading.quantisation import dtype_in_words, kind_in_words, quantisation_of
 from specdec.options.generation_config import named, sampling_of_model, unsupported
 from specdec.values import Json
 from specdec.wrapped.changes import adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import tokens_fingerprint
+from specdec.wrapped.linears import linears_in_words
 
 if TYPE_CHECKING:
     from attention.recurrence.runner import StateRunner

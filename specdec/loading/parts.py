@@ -26,7 +26,6 @@ from specdec.loading.cache_format import kv_format, kv_layout
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.cuda_graphs import loading_thread
 from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
-from specdec.loading.linears import why_plain
 from specdec.loading.names import load_pair
 from specdec.loading.progress import log
 from specdec.loading.sizes import (
@@ -55,6 +54,7 @@ from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
 from specdec.wrapped.group import Group
+from specdec.wrapped.linears import why_plain
 from specdec.wrapped.long_rope import find_long_rope
 from specdec.wrapped.probing import TargetProbe, probe_target
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from attention.hf.weights import computes_plainly, model_bytes
 from specdec.errors import InvalidInputError
-from specdec.loading.progress import log
 from specdec.ops.packed_weight import ONEDNN, Matrix, PackedWeight
 from specdec.wrapped.alterations import Alterations
 
@@ -67,7 +66,6 @@ def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
 
     parts: those that are modules have weights.
     """
-    log.info("packing the weights of linear layers")
     roots = [part for part in parts if isinstance(part, nn.Module)]
     done: list[_Packed] = []
     alterations.on_undo(partial(_restore, done))

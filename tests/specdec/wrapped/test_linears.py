@@ -13,8 +13,8 @@ from torch import nn
 
 from specdec import SpeculativeModel
 from specdec.errors import InvalidInputError, ModelChangedError
-from specdec.loading import linears
 from specdec.ops.packed_weight import ONEDNN, PackedWeight
+from specdec.wrapped import linears
 
 PROMPT = [5, 9, 2, 40, 7, 1, 33, 8, 5, 9, 2, 40, 7, 1, 33, 8, 4]
 
