@@ -157,7 +157,7 @@ def main(
     document = {"benchmark": "cpu", "model": Path(folder).name, "dtype": dtype, "threads": threads, "new_tokens": new}
     document |= {"turns": turns, "prompts": {c: [len(ids) for ids in own] for c, own in asked.items()}, "K": K}
     document |= {"starts": {name: model.describe()["start"] for name, model in models.items()}}
-    publish(document | {"same_tokens_as_transformers": pairs, "results": results}, out)
+    publish(document | {"same_tokens_as_transformers": pairs, "results": results}, out, append=True)
 
 
 if __name__ == "__main__":
