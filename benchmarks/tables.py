@@ -26,9 +26,10 @@ _INTRODUCTION = """# Benchmarks
 
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
-`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_parallel
-(several GPUs), bench_cpu (a model on a CPU beside transformers), bench_mixtures and bench_experts (mixtures of
-experts), offline/turns (two checkouts in turn), bench_draft_vocab and bench_draft_round (fewer tokens to draft on),
+`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_first_token
+(starts on a CPU, and transformers'), bench_cpu (a model on a CPU beside transformers), bench_parallel
+(several GPUs), bench_mixtures and bench_experts (mixtures of experts), offline/turns (two checkouts in turn),
+bench_draft_vocab and bench_draft_round (fewer tokens to draft on),
 bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head
 without cache), bench_builtin (the built-in pair against `generate`), sweep (every causal-LM type of transformers in
 miniature, against its own forward);
@@ -173,6 +174,15 @@ COLUMNS: dict[str, dict[str, str]] = {
         "step": "{step}",
         "cold, s": "{c:.2f}",
         "warm, s": "{w:.2f}",
+    },
+    "first_token": {
+        "model": "{model}, {dtype}",
+        "start": "{arm}",
+        "wall s": "{wall_s:.2f}",
+        "CPU s": "{cpu_s:.2f}",
+        "of these importing": "{import_cpu_s:.2f}",
+        "peak MiB": "{peak_mib:,.0f}",
+        "over transformers (wall, CPU, peak)": "{wall_s_over:.2f}, {cpu_s_over:.2f}, {peak_mib_over:.2f}",
     },
     "host_queue": {
         "waiting": "{waiting:,}",
@@ -360,6 +370,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "turns": _turns,
     "host_queue": lambda line: line["results"],
     "lookup": lambda line: line["results"],
+    "first_token": lambda line: [line | each for each in line["results"]],
     "grammar_drafts": lambda line: line["results"],
 }
 """What the columns of a kind name beside a line's own values; of some kinds a line makes several rows."""

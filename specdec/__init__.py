@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specdec.import_names import OldNames, check_sibling, other_distribution
+from specdec.import_names import OldNames, check_sibling, other_distribution, uncollected
 
 if TYPE_CHECKING:
     from specdec.engine.streams import StreamUpdate
@@ -131,7 +131,8 @@ _prepare()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "specdec.errors")), name)
+    with uncollected():
+        return getattr(import_module(_HOMES.get(name, "specdec.errors")), name)
 
 
 def __dir__() -> list[str]:

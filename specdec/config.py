@@ -10,6 +10,8 @@ from specdec.errors import InvalidInputError
 
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.cache_format.kv_format`."""
+STATE_DTYPES = ("float32", "bfloat16")
+"""How states of recurrent layers are kept between forwards."""
 KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")
 """Order inside a page of the target's and the head's cache, see `specdec.loading.cache_format.kv_layout`."""
 CPU_LINEARS = ("auto", "packed", "plain")
@@ -100,11 +102,6 @@ class EngineConfig:
     def draws_drafts(self) -> bool:
         """Whether drafts of sampled rows are drawn from the head's distribution; else each is its arg max."""
         return self.draft_sampling == "probabilistic"
-
-    @property
-    def num_state_slots(self) -> int:
-        """Slots of recurrent states, see `state_slots`."""
-        return state_slots(self.max_num_seqs)
 
     @property
     def num_head_pages(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -70,6 +72,22 @@ class _Renamed(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has just replaced it by that of the old name
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause Python's garbage collection where a great many objects are made that stay. Importing torch and transformers
+    makes a million, and looking through them again and again would take a quarter of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()  # and back, into the oldest generation: else the youngest ones are looked through twice
+                gc.unfreeze()
+            gc.enable()
 
 
 def version_of(distribution: str) -> str | None:

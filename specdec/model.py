@@ -8,21 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from drafters.base import Head
-from specdec.engine.feeding import generated
-from specdec.engine.scheduler import Usage
-from specdec.engine.sharing import SharedEngine
-from specdec.engine.stats import EngineStats
-from specdec.engine.streams import Stream, StreamUpdate, collected, completed
 from specdec.errors import ClosedModelError, InvalidInputError, ModelLoadError, refuse_copy
+from specdec.import_names import uncollected
 from specdec.interrupts import interrupts_as_they_are
-from specdec.loading.assembly import FREED, Parts, assemble, dismantle
-from specdec.loading.names import find_gguf, resolve
-from specdec.loading.parts import load_parts
 from specdec.loading.progress import startup_progress
-from specdec.loading.sizes import memory_named
 from specdec.options.load_options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
@@ -31,16 +21,25 @@ from specdec.requests.submission import Params, Score, Submission, check_each, s
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group
-from specdec.wrapped.target import own_logits
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from attention.transport.region_tables import EngineTable
     from attention.transport.transports import Transport
+    from drafters.base import Head
+    from specdec.engine.scheduler import Usage
+    from specdec.engine.stats import EngineStats
+    from specdec.engine.streams import Stream, StreamUpdate
     from specdec.extensions.handoff.moved import Handoff
     from specdec.extensions.handoff.transfers import OnFailure, Transfers
     from specdec.extensions.rollouts.new_weights import Weights
     from specdec.extensions.service.asynchronous import AsyncStream
     from specdec.extensions.service.monitoring import Metrics
+    from specdec.loading.assembly import Parts
+
+FREED = ("target", "head", "runners", "engine", "_live")
+"""Attributes that `close` deletes."""
 
 
 class SpeculativeModel:
@@ -58,7 +57,8 @@ class SpeculativeModel:
         num_speculative_tokens: K, drafts a round. dtype, device: the target's.
         generation_config_use: "model" or "ignore": whether calls start from the model's own generation_config.
         backend_name: the attention backend. runners: attention of each cache group of the target, then of the head.
-        self_test_error: relative logit error of the load-time self-test. twin: the test in specdec/selftest/twin.py.
+        self_test_error: relative logit error of the load-time self-test. self_test: which tests ran.
+        twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
         plain_linears: why linear layers on a CPU are plain; "" where they are packed.
         group: processes that run the target together. ranks: the same if several, each `hf_model` a share; else None.
@@ -70,6 +70,9 @@ class SpeculativeModel:
     def __init__(self, parts: Parts, options: LoadOptions, group: Group = ALONE) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`. Every process of the group calls this.
         Raises InvalidInputError, UnsupportedModelError, UnsupportedAttentionError: see `assemble`."""
+        from specdec.engine.sharing import SharedEngine
+        from specdec.loading.assembly import assemble
+
         self.hf_model, self.tokenizer, self.head = parts.probed.model, parts.tokenizer, parts.head
         self.dtype, self.device = self.hf_model.dtype, self.hf_model.device
         self.group, self.ranks = group, group if group.size > 1 else None
@@ -84,6 +87,7 @@ class SpeculativeModel:
             with self._alterations.undone_on_error():
                 self.target, self.runners, self.engine, self._live = made.target, made.runners, made.engine, made.live
                 self.twin, self.self_test_error, self.graphs = made.twin, made.self_test_error, made.graphs
+                self.self_test = parts.self_test
                 self._shared = SharedEngine(self.engine, self.device)
 
     @classmethod
@@ -130,6 +134,9 @@ class SpeculativeModel:
                 little, drafted or not.
             kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
                 (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
+            recurrent_state_dtype: "float32"; "bfloat16", of a target in half precision: recurrent states take half the
+                memory and are rounded where they are stored. With drafts these are other positions, so answers with
+                drafts are no longer equal to those without.
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
@@ -158,6 +165,8 @@ class SpeculativeModel:
             adapter: of peft, by folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
+            self_test: "cached": test target and head, unless an earlier start found them right and nothing has changed
+                since; "full": test them; "quick": likewise, but with short rows alone (docs/targets.md).
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's).
             revision: branch, tag, commit.
             gguf_file: the GGUF file in a folder or hub model; its path is a target by itself: docs/how-to/gguf.md.
@@ -169,7 +178,9 @@ class SpeculativeModel:
         with interrupts_as_they_are():
             if options.tensor_parallel_size == 1:
                 return cls.in_group(target, draft, options, ALONE)
-            if isinstance(target, (str, Path)) and find_gguf(resolve(target), options.gguf_file)[1]:
+            from specdec.loading.names import is_gguf
+
+            if is_gguf(target, options.gguf_file):
                 raise InvalidInputError(
                     "tensor_parallel_size: a GGUF file is read by one process; give 1, or the model in safetensors"
                 )
@@ -182,6 +193,10 @@ class SpeculativeModel:
     @classmethod
     def in_group(cls, target: Any, draft: Any, options: LoadOptions, group: Group) -> SpeculativeModel:
         """As `from_pretrained`, in a process of a group, all of which call it."""
+        with uncollected():  # torch and transformers' models are imported now, and not with this file
+            from specdec.loading.parts import load_parts
+            from specdec.loading.sizes import memory_named
+
         try:
             from specdec.extensions import round_extras as more_extras
         except ImportError:
@@ -234,6 +249,8 @@ class SpeculativeModel:
                 thread meanwhile. ModelChangedError: `hf_model` was moved, recast, resized or rebuilt. RoundFailedError:
                 a round failed twice. RequestFailedError, at the end: a tokenizer or code of the user's raised.
         """
+        from specdec.engine.streams import collected, completed
+
         return collected((with_bar if progress else completed)(self.stream(prompts, params, **options)))
 
     def generate_iter(
@@ -244,6 +261,8 @@ class SpeculativeModel:
 
         >>> sorted((i, len(done.token_ids)) for i, done in model.generate_iter([[5, 6], [7]], max_new_tokens=3))
         [(0, 3), (1, 3)]"""
+        from specdec.engine.feeding import generated
+
         yield from generated(self.stream, prompts, params, options, self.config.max_num_seqs)
 
     def stream(self, prompts: Prompts = None, params: Params = None, **options: Any) -> Stream:
@@ -286,6 +305,8 @@ class SpeculativeModel:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
         logprobs: alternatives of each token. options: `chat`, and those of the chat template. Raises as `generate`."""
+        from specdec.engine.streams import completed
+
         check = self._begun_check()
         with interrupts_as_they_are():
             requests = to_be_scored(prompts, completions, logprobs, self.tokenizer, self.device, options)
@@ -298,6 +319,8 @@ class SpeculativeModel:
         return self._live.begin_check()
 
     def _stream(self, requests: list[Submission], check: Callable[[], None] | None) -> Stream:
+        from specdec.engine.streams import Stream
+
         check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)
 
@@ -335,6 +358,8 @@ class SpeculativeModel:
 
         >>> model.own_logits([5, 6]).argmax(-1)[-1] == model.generate([5, 6], max_new_tokens=1)[0].token_ids[0]
         tensor(True)"""
+        from specdec.wrapped.target import own_logits
+
         self._shared.check_open()
         ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
         with self._shared.between_rounds():
@@ -386,10 +411,12 @@ class SpeculativeModel:
 
         Unfinished requests raise ClosedModelError after their last update, later calls at once. Waits for another
         thread's round. A GPU that waits for a lost rank keeps its memory. Raises SpecdecError inside a round."""
+        from specdec.loading.assembly import dismantle
+
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
         if (leader := vars(self).get("_leader")) is not None:
             leader.end()
-        dismantle(self)
+        dismantle(self, FREED)
 
     __repr__, _repr_html_, __reduce_ex__ = model_line, model_html, refuse_copy
 

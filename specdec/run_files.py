@@ -27,6 +27,13 @@ SYNC_S = 1.0
 anyway; a machine without power at most this."""
 
 
+def cache_folder() -> Path:
+    """The folder of files that specdec keeps between starts: specdec in $XDG_CACHE_HOME, or in ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: relative paths are invalid and ignored.
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "specdec"
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError while `path` is written into an OutputError that names it and a remedy."""

@@ -52,7 +52,7 @@ _ABSENT = re.compile(
     re.I,
 )
 """What the review searched the text of the spine for, as near as its number can be reproduced."""
-STEADY = 4
+STEADY = 5
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
 _SEND = ("RoundTransfer.send", "Arena.send")
 _LOOP = "Stream.__next__"

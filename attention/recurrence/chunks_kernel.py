@@ -170,7 +170,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     p_ptr,  # [T, H, C] float32
     skip_ptr,  # [H], or any pointer
     out_ptr,  # [T, H, Dv] contiguous
-    state_ptr,  # [slots, H, Dv, Dk] float32
+    state_ptr,  # [slots, H, Dv, Dk] float32 or half precision
     ring_k_ptr,  # [slots, R, Hk, Dk]
     ring_v_ptr,  # [slots, R, H, Dv]
     ring_g_ptr,  # [slots, R, H] or [slots, R, H, Dk] float32; any pointer without DELTA
@@ -197,7 +197,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     state_row = block * BLOCK_DV + piece[:, None]  # [V, 1]
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + (head * DIM_V + state_row) * DIM_K + column  # [V, K]
     known = (state_row < DIM_V) & (column < tl.where(start > replay, DIM_K, 0))
-    S = tl.load(state_at, mask=known, other=0.0)  # [V, K]
+    S = tl.load(state_at, mask=known, other=0.0).to(tl.float32)  # [V, K]
     S = replayed(
         S[None, :, :], g_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot, start, replay, head,
         state_row[None, :, :], column[None, :, :], RING_SIZE, HEADS, KEY_HEADS, DIM_K, DIM_V, VECTOR_GATE, NORMALIZE,

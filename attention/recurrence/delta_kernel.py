@@ -267,7 +267,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     v_ptr,  # [T, H, Dv]
     facts_ptr,  # [rows, H, FACTS] float32
     out_ptr,  # [T, H, Dv] contiguous
-    state_ptr,  # [slots, H, Dv, Dk] float32
+    state_ptr,  # [slots, H, Dv, Dk] float32 or half precision
     ring_k_ptr,  # [slots, R, Hk, Dk]
     ring_v_ptr,  # [slots, R, H, Dv]
     query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
@@ -312,7 +312,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     for piece in tl.range(0, PIECES, num_stages=READ_STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
-        S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+        S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0).to(tl.float32)  # [B, L]
         k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
         read = times_exactly(S, tl.trans(k.to(tl.float32)), read, EXACT)
         queries = tl.trans(tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32))  # [L, C]
@@ -338,7 +338,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
             begin = piece * PIECE
             in_k = begin + lane < DIM_K
-            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0).to(tl.float32)  # [B, L]
             k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
             # by fma: as a matmul's accumulator the state would lose its last bits, because tensor cores truncate
             update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
@@ -380,7 +380,7 @@ def gated_delta(
     Args:
         q, k: [T, Hk, Dk], each head of them for H / Hk value heads in turn; v: [T, H, Dv].
         g: float32, [T, H] or [T, H, Dk] (a gate of every key dimension), at most 0. beta: [T, H].
-        state: float32 [slots, H, Dv, Dk]; ring: has the same slots.
+        state: [slots, H, Dv, Dk], of any float dtype; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)

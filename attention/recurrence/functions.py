@@ -77,7 +77,7 @@ def gated_delta(
         q, k: [T, Hk, Dk]; v: [T, Hv, Dv]: each head of keys serves Hv/Hk heads of values that follow each other.
         g: [T, Hv] float32, or [T, Hv, Dk] with a gate per channel; beta: [T, Hv].
         l2_normalize: whether q and k are divided by their norm first.
-        state: [slots, Hv, Dv, Dk] float32.
+        state: [slots, Hv, Dv, Dk], of any float dtype.
 
     Returns:
         [T, Hv, Dv] in the dtype of v.
@@ -105,7 +105,7 @@ def ssd_scan(
 
     Args:
         x: [T, H, P]; dt: [T, H] float32, ready to use; A: [H] float32, negative; B, C: [T, G, N]; D: [H] or None.
-        state: [slots, H, P, N] float32.
+        state: [slots, H, P, N], of any float dtype.
 
     Returns:
         [T, H, P] float32.
@@ -130,7 +130,7 @@ def selective_scan(
 
     Args:
         x: [T, C]; dt: [T, C] float32, ready to use; A: [C, N] float32, negative; B, C: [T, N]; D: [C] or None.
-        state: [slots, C, N] float32.
+        state: [slots, C, N], of any float dtype.
 
     Returns:
         [T, C] float32.
@@ -164,12 +164,12 @@ def _two_phases(
     """
     slots = rows.slots.long()
     out = like.new_zeros(like.shape)
-    before = state[slots]
+    before = state[slots].float()
     before[rows.fresh] = 0
     for span in rows.committed:
         y, before[span.members] = scan(span, before[span.members])
         span.scatter(y, out)
-        state[slots[span.members]] = before[span.members]
+        state[slots[span.members]] = before[span.members].to(state.dtype)
     if rows.kept.length:
         y, _ = scan(rows.kept, before[rows.kept.members])
         rows.kept.scatter(y, out)

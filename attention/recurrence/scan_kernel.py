@@ -38,7 +38,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     C_ptr,  # [T, N]
     D_ptr,  # [C], or any pointer
     out_ptr,  # [T, C] contiguous
-    state_ptr,  # [slots, C, N] float32
+    state_ptr,  # [slots, C, N] float32 or half precision
     ring_x_ptr,  # [slots, R, C]
     ring_B_ptr,  # [slots, R, N]
     ring_dt_ptr,  # [slots, R, C] float32
@@ -61,7 +61,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     if tokens == 0:
         return
     state_at = state_ptr + (slot * CHANNELS + channel) * STATES + n  # [C, N]
-    S = tl.load(state_at, mask=(n < tl.where(start > replay, STATES, 0)) & in_c, other=0.0)  # [C, N]
+    S = tl.load(state_at, mask=(n < tl.where(start > replay, STATES, 0)) & in_c, other=0.0).to(tl.float32)  # [C, N]
     A = tl.load(A_ptr + channel * STATES + n, mask=in_c & in_n, other=0.0)  # [C, N]
     ring_x_at, ring_dt_at, ring_B_at = ring_x_ptr + channel, ring_dt_ptr + channel, ring_B_ptr + n
     for i in range(replay):
@@ -108,7 +108,7 @@ def selective_scan(
 
     Args:
         x: [T, C]; dt: float32 [T, C], after softplus; A: float32 [C, N], negative; B, C: [T, N]; D: [C] or None.
-        state: float32 [slots, C, N]; ring: has the same slots.
+        state: [slots, C, N], of any float dtype; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     (tokens, channels), states = x.shape, A.shape[1]

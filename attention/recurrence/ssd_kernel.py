@@ -24,7 +24,7 @@ def ssd_scan(
     Args:
         x: [T, H, P]; dt: float32 [T, H], after softplus and limits; A: float32 [H], negative.
         B, C: [T, G, N], each group of them for H / G heads in turn; D: [H] or None.
-        state: float32 [slots, H, P, N]; ring: has the same slots.
+        state: [slots, H, P, N], of any float dtype; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)

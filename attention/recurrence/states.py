@@ -129,17 +129,25 @@ class StateGroup:
     """All recurrent calls of a model, in the order of a forward, and how many rows keep states.
 
     num_slots: rows, the null slot included. num_drafts: K, the most drafts of a row; the rings hold a round's drafts
-    and the inputs that it replays.
+    and the inputs that it replays. state_dtype: how states are kept between launches, which compute in float32.
+
+    In half precision a state is rounded when it is stored, and rounds with drafts store at other positions.
     """
 
     specs: tuple[RecurrenceSpec, ...]
     num_slots: int
     num_drafts: int
+    state_dtype: torch.dtype = torch.float32
 
     @property
     def rule(self) -> FoldRule:
         """When states are stored."""
         return fold_rule(self.specs, self.num_drafts)
+
+    def shapes(self, spec: RecurrenceSpec, dtype: torch.dtype) -> dict[str, Shape]:
+        """The tensors of one slot of a call by name, for a model of this dtype."""
+        found = spec.shapes(self.rule, dtype)
+        return {name: (dims, self.state_dtype if name == "state" else kind) for name, (dims, kind) in found.items()}
 
     def bytes_per_row(self, dtype: torch.dtype) -> int:
         """Bytes of one slot over all layers, for a model of this dtype.
@@ -150,8 +158,12 @@ class StateGroup:
         >>> round(36 * group.bytes_per_row(torch.bfloat16) / 2**20, 1)
         82.8
         """
-        shapes = (shape for spec in self.specs for shape in spec.shapes(self.rule, dtype).values())
+        shapes = (shape for spec in self.specs for shape in self.shapes(spec, dtype).values())
         return sum(math.prod(dims) * kind.itemsize for dims, kind in shapes)
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all slots, for a model of this dtype."""
+        return self.num_slots * self.bytes_per_row(dtype)
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,8 @@ class ScanRing:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A state, float32 [slots, Hv, Dv, Dk], [slots, H, P, N] or [slots, C, N], and the ring of its inputs."""
+    """A state [slots, Hv, Dv, Dk], [slots, H, P, N] or [slots, C, N] in the group's `state_dtype`, and the ring of its
+    inputs."""
 
     state: Tensor
     ring: DeltaRing | ScanRing
@@ -202,13 +215,10 @@ def tensors_of(state: CallState) -> list[Tensor]:
 
 
 def allocate_states(group: StateGroup, dtype: torch.dtype, device: torch.device) -> tuple[CallState, ...]:
-    """Zeros for every call of a group; float32 states whatever the model's dtype.
-
-    In half precision a state would be rounded once a round, and rounds with drafts are other rounds.
-    """
+    """Zeros for every call of a group."""
     states: list[CallState] = []
     for spec in group.specs:
-        shapes = spec.shapes(group.rule, dtype).items()
+        shapes = group.shapes(spec, dtype).items()
         made = {name: torch.zeros((group.num_slots, *dims), dtype=kind, device=device) for name, (dims, kind) in shapes}
         if isinstance(spec, ConvSpec):
             states.append(ConvState(**made))

@@ -84,7 +84,7 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     beta_ptr,  # [T, H]
     skip_ptr,  # [H], or any pointer
     out_ptr,  # [T, H, Dv] contiguous
-    state_ptr,  # [slots, H, Dv, Dk] float32
+    state_ptr,  # [slots, H, Dv, Dk] float32 or half precision
     ring_k_ptr,  # [slots, R, Hk, Dk]
     ring_v_ptr,  # [slots, R, H, Dv]
     ring_g_ptr,  # [slots, R, H] or [slots, R, H, Dk] float32; any pointer without DELTA
@@ -115,7 +115,9 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     column = piece[:, None, None] * PIECE + lane[None, None, :]  # [J, 1, L]
     in_k = column < DIM_K
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + (head * DIM_V + dv) * DIM_K + column  # [J, B, L]
-    S = tl.load(state_at, mask=(column < tl.where(start > replay, DIM_K, 0)) & in_v, other=0.0)  # [J, B, L]
+    S = tl.load(state_at, mask=(column < tl.where(start > replay, DIM_K, 0)) & in_v, other=0.0).to(
+        tl.float32
+    )  # [J, B, L]
     S = replayed(
         S, g_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot, start, replay, head, dv, column,
         RING_SIZE, HEADS, KEY_HEADS, DIM_K, DIM_V, VECTOR_GATE, NORMALIZE, DELTA,

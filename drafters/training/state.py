@@ -22,6 +22,9 @@ from drafters.checkpoints.tensor_files import Json
 from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.training.files import damage, whole_folder, write_file
 
+_STEPS_OF_WARMUP = 30
+"""Steps for each of the warm-up."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -30,7 +33,8 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps; the learning rate's cosine ends here. batch_size: sequences per step.
         ttt_steps, decay: steps of the training-time test, and the loss weight decay^i of step i.
-        learning_rate, warmup_steps, weight_decay, beta2, clip: AdamW (beta1 0.9), linear warm-up, gradient norm.
+        learning_rate, warmup_steps, weight_decay, beta2, clip: AdamW (beta1 0.9), linear warm-up (-1: a 30th of the
+            steps), gradient norm.
         seed: seed of the batches, which are padded to a multiple of `pad_multiple` tokens (few shapes for a compiler).
         log_every: steps between two readings of the loss (each waits for the device).
         held_out_every: steps between two measurements of held-out acceptance.
@@ -43,7 +47,7 @@ class TrainConfig:
     ttt_steps: int = 5
     decay: float = 0.8
     learning_rate: float = 1e-3
-    warmup_steps: int = 50
+    warmup_steps: int = -1
     weight_decay: float = 0.01
     beta2: float = 0.95
     clip: float = 1.0
@@ -58,6 +62,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for values that no run can use."""
+        if self.warmup_steps == -1:
+            object.__setattr__(self, "warmup_steps", int(self.steps / _STEPS_OF_WARMUP))
         for own in fields(self):
             value = getattr(self, own.name)
             if isinstance(value, bool) or own.name in ("seed", "warmup_steps", "weight_decay"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +33,28 @@ from drafters.training.state import (
     save_checkpoint,
 )
 
+LINE_S = 10.0
 
-class TrainingDisplay(Progress):
+
+class LinesOfProgress(Progress):
+    """A progress bar; where there is no terminal to draw it on, a line of it every LINE_S seconds."""
+
+    def start(self) -> None:
+        super().start()
+        self._ended = threading.Event()
+        if not self.console.is_terminal and not self.disable:
+            threading.Thread(target=self._print_lines, daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        super().stop()
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(LINE_S):
+            self.console.print(self.get_renderable())
+
+
+class TrainingDisplay(LinesOfProgress):
     """A progress bar with the loss, and a line above it for every measurement. A context manager."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:

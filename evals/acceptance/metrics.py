@@ -1,7 +1,16 @@
 """Every number of an acceptance run as data: its name, its definition in one sentence, and the sums it is a ratio of.
 
 The table, the JSON document and the page print the definitions from here, so they cannot drift from what is computed.
-All metrics are ratios of sums over questions; that makes resampling questions (`bootstrap.py`) one matrix product.
+All metrics are ratios of sums over questions; that makes resampling questions (`summary.py`) one matrix product.
+
+Three means are called "mean acceptance length". Over rounds (`tau`): vLLM's 1 + accepted / drafts of its counters,
+Spec-Bench's mean of all `accept_lengths`, SGLang's benchmarks, and what aiperf calls token-weighted. Over requests
+(`tau_requests`): EAGLE's alpha_length.py, which takes the mean of a question's turns and then of questions, and divides
+by rounds - 1; aiperf's "Acceptance Length"; the mean of a client that reads each request's own. Over tokens
+(`tau_tokens`): requests weighted by their tokens, as of rates that are kept token by token.
+Source: vllm-project/vllm vllm/v1/spec_decode/metrics.py (`SpecDecodingLogging.log`); hemingkx/Spec-Bench
+evaluation/speed.py (`speed`); SafeAILab/EAGLE eagle/evaluation/alpha_length.py; sgl-project/sglang
+benchmark/mtbench/bench_sglang_eagle.py; ai-dynamo/aiperf docs/metrics-reference.md.
 """
 
 from __future__ import annotations
@@ -125,6 +134,7 @@ def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None
 def question_sums(answer: Answer, k: int) -> dict[str, float]:
     """Counts of rounds cut at a stop, and before that (raw); tokens of the answers as each tool counts them; times."""
     stats, rounds, turns = pool(answer.rounds), answer.rounds, answer.turns
+    requests = [own for turn in turns if (own := pool(turn.rounds)).rounds]
     raw_accepted, wall = sum(r.accepted for r in rounds), sum(turn.wall_s for turn in turns)
     sums: dict[str, float] = {
         "rounds": stats.rounds,
@@ -134,6 +144,9 @@ def question_sums(answer: Answer, k: int) -> dict[str, float]:
         "accepted": stats.accepted,
         "raw_drafted": sum(r.drafted for r in rounds),
         "raw_accepted": raw_accepted,
+        "requests": len(requests),
+        "request_taus": sum(own.tau for own in requests),
+        "token_taus": sum(own.emitted * own.tau for own in requests),
         "untrimmed": raw_accepted + len(rounds),
         "drafting_rounds": sum(r.drafted > 0 for r in rounds),
         "rounds_less_one": len(rounds) - len(turns),

@@ -33,6 +33,11 @@ MCNEMAR = (
     "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one configuration has right."
 )
 INTERVAL = "95% interval of the paired difference of proportions, Agresti and Min (Statistics in Medicine 24, 2005)."
+SPEEDUP = (
+    "Ratio of totals, target alone first, then with speculation: (new tokens / wall seconds) of one pass over all "
+    "questions at a time, each after an answer that is not timed. Neither finds prompts in the prefix cache: both read "
+    "all of them. Without an interval; `specdec eval acceptance` has one."
+)
 _Z = 1.959963984540054
 
 
@@ -68,6 +73,7 @@ def settings(plan: AccuracyPlan, facts: Json) -> Json:
     """All that the answers depend on."""
     asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
     asked["chat_template"] = _is_templated(plan, facts["chat_template_sha256"])
+    asked["prefix_cache"] = False  # answers of before this was so are of another run
     return json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
 
 
@@ -123,10 +129,12 @@ def prepare(plan: AccuracyPlan) -> Prepared:
 def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
-    how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+    how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report, "timed": True}
     results = [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
+    cached = {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
+    void = why_void(cached, baseline, fast)
     return {
         "schema": "specdec.accuracy",
         "schema_version": SCHEMA_VERSION,
@@ -136,17 +144,24 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
             "seed": plan.seed,
             "prompts_sha256": digest([a.question_id for a in baseline]),
         },
-        "definitions": {**definitions(), "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
+        "definitions": {**definitions(), "speedup": SPEEDUP, "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "scores": scores(*results),
         "identical": _identical(baseline, fast),
-        "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
-        "timing": {
-            "prefix_cache": {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
-        },
+        "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed), void) for arm in plan.arms],
+        "timing": {"prefix_cache": cached, "void": void},
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
+
+
+def why_void(cached: Json, baseline: Sequence[Answer], fast: Sequence[Answer]) -> str:
+    """Why times of the two configurations cannot be compared; "" where they can be."""
+    if any(one["hit_tokens"] for one in cached.values()):
+        return "prompts were found in the prefix cache and not paid for"
+    if not all(turn.wall_s for answer in (*baseline, *fast) for turn in answer.turns):
+        return "the run was interrupted, and requests in flight were begun twice; another --run-dir measures it whole"
+    return "" if any(record.drafted for answer in fast for record in answer.rounds) else "no draft was verified"
 
 
 def _task_manager(plan: AccuracyPlan) -> TaskManager:
@@ -248,8 +263,12 @@ def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
     return {"questions": len(left), "identical": len(left) - len(differ), "differ": differ}
 
 
-def _totals_only(summary: Json) -> Json:
-    """A summary without rates and intervals by question: requests overlap, so only total times mean anything."""
-    kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
+def _totals_only(summary: Json, void: str) -> Json:
+    """A summary without rates and intervals by question: requests overlap, so only total times mean anything.
+
+    void: why not even these; "" where they do.
+    """
+    timing = summary["timing"]
+    kept = {key: {"estimate": None if void else timing[key]["estimate"]} for key in ("speedup", "tokens_per_s")}
     groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
     return {**summary, "timing": kept, "by_task": groups, "by_category": {}}

@@ -41,6 +41,8 @@ Pair = tuple[list[int], list[int]]
 Step = TypeVar("Step")
 _SCORED_AT_ONCE = 1024
 """Texts of one call: what an interrupted run had scored before it is in lm-eval's cache of answers."""
+_WARM_UP = 16
+"""Most new tokens of the answer before a clock starts."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -69,6 +71,7 @@ class EngineLM(TemplateLM):
         store: RunStore | None = None,
         report: Report = lambda answers: None,
         progress: bool = False,
+        timed: bool = False,
     ) -> None:
         """Arguments that lm-eval's `hf` has mean what they mean there.
 
@@ -76,7 +79,8 @@ class EngineLM(TemplateLM):
             schema_field: of a task's documents, a JSON schema that the answer follows (see `Grammar.json`). Where it is
                 one that cannot be followed, the answer is free, and a warning says why.
             arm: its K is used. store: answers kept there are not generated again. report: called with each answer.
-            progress: show bars.
+            progress: show bars. timed: times are compared with another's. No request finds or leaves pages in the
+                prefix cache, and one prompt is answered before the clock starts.
 
         Raises:
             InvalidInputError: enable_thinking without think_end_token, or chat_template_args that are no mapping.
@@ -98,6 +102,7 @@ class EngineLM(TemplateLM):
         self._store = store
         self._report = report
         self._progress = progress
+        self._timed = timed
         self._generations: dict[str, Generation] = {}
 
     @property
@@ -150,22 +155,28 @@ class EngineLM(TemplateLM):
             kept = {name: self._store.answers[name, arm] for name in asked if self._store.finished(name, [arm])}
         self._report(list(kept.values()))
         left = {name: request for name, request in asked.items() if name not in kept}
-        generated = self._bar(self._generate(left), len(left), "generate_until", disable_tqdm)
+        generated = self._bar(self._generate(left, timed=not kept), len(left), "generate_until", disable_tqdm)
         texts = {a.question_id: self._text(a, asked[a.question_id]) for a in chain(kept.values(), generated)}
         return [texts[name] for name in asked]
 
-    def _generate(self, asked: Mapping[str, Instance]) -> Iterator[Answer]:
-        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one."""
+    def _generate(self, asked: Mapping[str, Instance], timed: bool) -> Iterator[Answer]:
+        """Generate, and store each answer as it finishes. An answer's wall time is the time since the last one; 0 where
+        it is not timed, as the requests that an interrupted run had in flight are begun once more."""
         prepared = self._prepared(asked)
         if not prepared:
             return
+        if self._timed:
+            _, ids, params = prepared[0]
+            self._model.generate([ids], [replace(params, max_new_tokens=min(params.max_new_tokens, _WARM_UP))])
         last = time.perf_counter()
         for i, completion in self._model.generate_iter([p for _, p, _ in prepared], [q for _, _, q in prepared]):
             now = time.perf_counter()
             self.prompts.append(completion.stats)
             name = prepared[i][0]
             task = str(asked[name].task_name)
-            answer = Answer(name, self._arm.name, task, task, (to_turn(self.tokenizer, completion, now - last),))
+            answer = Answer(
+                name, self._arm.name, task, task, (to_turn(self.tokenizer, completion, (now - last) * timed),)
+            )
             if self._store is not None:
                 self._store.add([answer])
             self._report([answer])
@@ -188,7 +199,8 @@ class EngineLM(TemplateLM):
             prompts = {name: self.tok_encode(asked[name].args[0]) for name in names}
             for name in sorted(names, key=lambda name: (-len(prompts[name]), prompts[name])):
                 seed = question_seed(int(self._seed if how.seed is None else how.seed), name, 0)
-                params = replace(how.params, seed=seed, num_speculative_tokens=self._arm.k)
+                cached = how.params.cache_prefix and not self._timed
+                params = replace(how.params, seed=seed, num_speculative_tokens=self._arm.k, cache_prefix=cached)
                 ids = how.fitting(prompts[name])
                 found.append((name, ids, self._with_grammar(params, ids, asked[name])))
         return found

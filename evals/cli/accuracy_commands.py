@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ _shared_options = added(
         shared.model_options,
         shared.draft_option,
         option("--data", "Local data: see below; default $SPECDEC_DATA.", PATH),
-        option("-k --num-speculative-tokens --k k", "Drafts a round.", COUNT, 5),
+        option("-k --num-speculative-tokens --k k", f"Drafts a round; {shared.K_HELP}.", COUNT),
         option("--limit", "First N questions of each task.", COUNT),
         shared.max_new_tokens_option(256),
         shared.batch_size_option(32),
@@ -128,7 +129,7 @@ def _prepared(options: Options, tasks: tuple[str, ...], **more: Any) -> Prepared
 
     plan = AccuracyPlan(
         tasks=tasks,
-        k=options["k"],
+        k=options["k"] or shared.OWN_K,
         data_dir=_data_dir(options["data"]),
         limit=options["limit"],
         max_gen_toks=options["max_new_tokens"],
@@ -161,8 +162,11 @@ def _run(prepared: Prepared, options: Options) -> None:
     from evals.runs.conversations import Worker
     from specdec.cli.tables import make_console
 
-    worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
+    worker = Worker({"main": shared.make_spec(options, options["draft"], prepared.plan.k)})
     facts = worker.facts()["main"]
+    prepared = replace(
+        prepared, plan=replace(prepared.plan, k=shared.settle_k(prepared.plan.arms[1], worker.facts()).k)
+    )
     fixed = accuracy.settings(prepared.plan, facts)
     with shared.recorded(options["run_dir"], fixed, prepared.questions, 2) as (store, progress):
         document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
@@ -186,12 +190,15 @@ def _print(console: Console, document: Json) -> None:
     console.print(table)
     same, arm = document["identical"], document["arms"][1]
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
-    speedup = {"low": None, **arm["timing"]["speedup"]}
-    console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)")
+    if not _untested(document):
+        console.print(f"τ, pooled over rounds: {show(arm['metrics']['tau'])}")
+    speedup, void = {"low": None, **arm["timing"]["speedup"]}, document["timing"]["void"]
+    console.print(
+        f"speed-up: not shown, {void}" if void else f"speed-up: {show(speedup, 2)} (one pass, all prompts read)"
+    )
     for name, cached in document["timing"]["prefix_cache"].items():
-        if cached["hit_tokens"]:
-            tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
-            console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})")
+        tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens found in the prefix cache"
+        console.print(f"{name}: {tokens if cached['prompt_tokens'] else 'all answers kept from an earlier start'}")
     for row in document["scores"]:
         if not row["right_a"] + row["right_b"]:
             text = "no question is right in either arm, so equal scores show little"

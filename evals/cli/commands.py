@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +72,12 @@ def acceptance(**options: Any) -> None:
     data = _data(options)
     from evals.acceptance.acceptance import Plan, sweep
 
-    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
+    ks = options["ks"] or (shared.OWN_K,)
+    specs = {"main": shared.make_spec(options, options["draft"], max(ks))}
 
     plan = Plan(
         data,
-        sweep(options["ks"]),
+        sweep(ks),
         shared.make_asking(options),
         options["batch_size"],
         options["warmup"],
@@ -98,7 +101,7 @@ def acceptance(**options: Any) -> None:
 @shared.model_options
 @option("--draft", "The head of a side that names none.", default="auto")
 @shared.data_options
-@option("-k --num-speculative-tokens --k default_k", "K of a side that names none.", COUNT, 5)
+@option("-k --num-speculative-tokens --k default_k", f"K of a side that names none; {shared.K_HELP}.", COUNT)
 @shared.asking_options
 @_WARMUP
 @shared.output_options
@@ -112,18 +115,20 @@ def compare(a: str, b: str, **options: Any) -> None:
     from evals.acceptance.acceptance import Plan
     from evals.runs.conversations import Configuration
 
-    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {"k": options["default_k"]}
+    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {
+        "k": options["default_k"] or shared.OWN_K
+    }
     left, right = (shared.parse_arm(text, defaults) for text in (a, b))
-    if not (left["k"] or right["k"]):
+    ks = (left["k"], right["k"])
+    if not any(ks):
         raise click.UsageError("both sides have k=0; give at least one of them drafts")
-    if {**left, "k": 0} == {**right, "k": 0}:  # one model serves both
-        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(left["k"], right["k"]))}
+    if {**left, "k": 0} == {**right, "k": 0} and (shared.OWN_K not in ks or left == right):  # one model serves both
+        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(ks))}
     else:
         keys, sides = "ab", {"a": left, "b": right}
         specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in sides.items()}
     options["same"] = left == right
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
-    ks = (left["k"], right["k"])
     arms = tuple(Configuration(name, k, key) for name, key, k in zip(names, keys, ks, strict=True))
     _evaluate(options, specs, Plan(data, arms, shared.make_asking(options), options["batch_size"], options["warmup"]))
 
@@ -144,6 +149,7 @@ def compare(a: str, b: str, **options: Any) -> None:
 @option("--mode", None, click.Choice(["both", "greedy", "sampled"]), "both")
 @option("--samples", "Samples per place and configuration.", click.IntRange(100), 1000)
 @option("--sample-prompts", "Places of each trial.", COUNT, 2)
+@option("--budget", "Most minutes: as many questions and samples as fit.", click.FloatRange(0, min_open=True))
 @shared.output_option
 @shared.run_dir_option
 @shared.ray_options
@@ -151,7 +157,7 @@ def lossless(**options: Any) -> None:
     """Check that speculation leaves the target's output unchanged: PASS (exit code 0), FAIL (1) or NOT TESTED (3).
 
     Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
-    have the target's distribution.
+    have the target's distribution. Before it starts it says how long it may take, and --budget bounds that.
     """
     options.update(temperature=0.0, top_k=0, top_p=1.0)
     if options["mode"] != "greedy":
@@ -161,14 +167,34 @@ def lossless(**options: Any) -> None:
     from evals.lossless.lossless import check, print_check
     from specdec.cli.tables import make_console
 
-    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
-    plan = Plan(data, sweep(options["ks"]), shared.make_asking(options), options["batch_size"], warmup=0)
+    ks = options["ks"] or (shared.OWN_K,)
+    specs = {"main": shared.make_spec(options, options["draft"], max(ks))}
+    plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
     with _begun(options, specs, plan) as run:
         document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
     console = make_console()
     print_check(console, document)
     end(console, options, document, run[2])
     sys.exit(Verdict(document["verdict"]).exit_code)
+
+
+def _within_budget(options: Options, executor: Executor, plan: Plan) -> Plan:
+    """Say how long it may take. The plan with as many questions as fit; `options` gets the samples."""
+    from evals.lossless.distribution import MOST_QUESTIONS
+    from evals.lossless.lossless import Cost
+
+    mode, questions, samples = options["mode"], len(plan.data.questions), options["samples"]
+    read = min(questions, MOST_QUESTIONS) if mode == "sampled" else questions
+    cost = executor.on_one(lambda worker: Cost.measured(worker, plan, mode, options["sample_prompts"]))
+    fit = cost.within(60 * (options["budget"] or math.inf), read, samples)
+    text = f"This may take {timedelta(seconds=round(cost.of(*fit)))} if every answer has --max-new-tokens"
+    if fit == (read, samples):
+        click.echo(f"{text}; --budget MINUTES takes less", err=True)
+        return plan
+    given = f"--limit {fit[0]} (of {read}) --samples {fit[1]} (of {samples})"
+    click.echo(f"{text}. Within --budget: {given}; give these to go on if it is interrupted", err=True)
+    options["samples"] = fit[1]
+    return replace(plan, data=plan.data.limited(fit[0]))
 
 
 def _data(options: Options) -> DataSet:
@@ -198,12 +224,16 @@ def check_outputs(options: Options) -> None:
 def _begun(
     options: Options, specs: dict[str, ModelSpec], plan: Plan
 ) -> Iterator[tuple[Executor, Plan, RunStore, RunProgress]]:
-    """A run of loaded models: the plan with the chat template decided, its store and its progress bar."""
+    """A run of loaded models: the plan with chat template, K and what a budget allows decided, its store and its
+    progress bar."""
     from evals.acceptance.acceptance import settings
 
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
-        plan = replace(plan, asking=shared.settle(plan.asking, facts))
+        arms = tuple(shared.settle_k(arm, facts) for arm in plan.arms)
+        plan = replace(plan, arms=arms, asking=shared.settle(plan.asking, facts))
+        if "budget" in options:
+            plan = _within_budget(options, executor, plan)
         asked = len(plan.data.questions) * plan.repeats
         with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
             yield executor, plan, *kept

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from evals.report.terminal import RunProgress
-    from evals.runs.conversations import Asking, ModelSpec
+    from evals.runs.conversations import Asking, Configuration, ModelSpec
     from evals.runs.executor import Executor
     from evals.runs.store import RunStore
 
@@ -86,7 +86,10 @@ data_options = added(
     )
 )
 
-ks_option = option("-k --num-speculative-tokens --k ks", "Drafts a round; 1,3,5 sweeps.", NUMBERS, "5")
+K_HELP = "default the draft's own: 5 of a head, 8 of lookup, what pays of a small model"
+OWN_K = -1
+"""Stands for it until the model is loaded."""
+ks_option = option("-k --num-speculative-tokens --k ks", f"Drafts a round; 1,3,5 sweeps; {K_HELP}.", NUMBERS)
 seed_option = option("--seed", default=0)
 _ASKED = (
     option("--system", "A system prompt before every conversation."),
@@ -154,6 +157,12 @@ def settle(asking: Asking, facts: Mapping[str, Options]) -> Asking:
     return replace(asking, templated=False)
 
 
+def settle_k(arm: Configuration, facts: Mapping[str, Options]) -> Configuration:
+    """With the K that its model was loaded for, where none was asked for."""
+    own = facts[arm.model]["engine"]["num_speculative_tokens"]
+    return replace(arm, k=own, name=arm.name.replace(f"K={OWN_K}", f"K={own}")) if arm.k == OWN_K else arm
+
+
 def model_name(options: Options, draft: str | None) -> str:
     """The target: as given, or the built-in one of its own head. Raises click.UsageError: a head without target."""
     from specdec.loading.heads import split_draft
@@ -165,11 +174,11 @@ def model_name(options: Options, draft: str | None) -> str:
 
 
 def make_spec(options: Options, draft: str | None, k: int) -> ModelSpec:
-    """The model to load, for at most `k` drafts a round."""
+    """The model to load, for at most `k` drafts a round; OWN_K: as many as its kind of draft has by default."""
     from evals.runs.conversations import ModelSpec
 
     seqs = max([options["batch_size"], *options.get("predict_batch_sizes", ())])
-    load = load_options_of(options, num_speculative_tokens=k, max_num_seqs=seqs)
+    load = load_options_of(options, num_speculative_tokens=None if k == OWN_K else k, max_num_seqs=seqs)
     return ModelSpec(model_name(options, draft), draft, load)
 
 

@@ -59,7 +59,9 @@ ENOUGH = 30.0
 """Expected log likelihood ratio of a trial's places at which the search ends."""
 LEAST = 0.5
 """Expected log likelihood ratio below which a place shows nothing."""
-_MOST_QUESTIONS, _CHUNK, _CANDIDATES = 64, 8, 64
+MOST_QUESTIONS = 64
+"""Questions whose greedy answers are searched at most."""
+_CHUNK, _CANDIDATES = 8, 64
 
 
 @dataclass(frozen=True)
@@ -152,11 +154,11 @@ def search(
 ) -> Search:
     """Find `wanted` places for each trial, of different questions where possible.
 
-    Questions are read until every trial has good places at temperature 1, at most _MOST_QUESTIONS. For trials without,
+    Questions are read until every trial has good places at temperature 1, at most MOST_QUESTIONS. For trials without,
     the next of TEMPERATURES are tried on the same texts: acceptance must be right at every temperature.
     """
     texts: list[_Text] = []
-    for start in range(0, min(len(questions), _MOST_QUESTIONS), _CHUNK):
+    for start in range(0, min(len(questions), MOST_QUESTIONS), _CHUNK):
         texts += _read(answer, scores, questions[start : start + _CHUNK])
         temperatures = TEMPERATURES if start else TEMPERATURES[:1]
         if all(_is_content(_chosen(texts, trial, wanted, temperatures), wanted) for trial in trials):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 
 from rich.console import Console
 from rich.table import Table
@@ -10,16 +11,71 @@ from rich.table import Table
 from evals.acceptance.acceptance import BASELINE, settings
 from evals.acceptance.summary import Json, by_arm
 from evals.lossless import distribution, verdicts
-from evals.lossless.distribution import DistributionTest, Tested
+from evals.lossless.distribution import WINDOW, DistributionTest, Tested, trials
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
 from evals.runs.answers import failures
+from evals.runs.conversations import Work, Worker
 from evals.runs.executor import Executor, Plan, Report, collect
 from evals.runs.store import RunStore
 from evals.runs.verdict import Verdict, together
+from specdec.errors import InvalidInputError
 from specdec.interrupts import interrupts_as_they_are
 
 SCHEMA_VERSION = 2
+FEWEST = 100
+"""Samples of each place."""
+_PILOT_ROWS, _PILOT_TOKENS = 8, 8
+_REPLAY = 3.0
+"""Seconds of a replayed text over those of a prompt: of float64 over float32 on a CPU, measured."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a check if no answer ends before its limit: of each question, and of each sample at all places."""
+
+    question_s: float
+    sample_s: float
+
+    @classmethod
+    def measured(cls, worker: Worker, plan: Plan, mode: str, places: int) -> Cost:
+        """From a few tokens of the first questions under each configuration."""
+        params = replace(plan.asking.params, max_new_tokens=_PILOT_TOKENS, ignore_eos=True)
+        chunk, arms = plan.data.questions[: min(plan.batch_size, _PILOT_ROWS)], len(plan.arms)
+        answers = worker.answer(Work(0, chunk, plan.arms, replace(plan.asking, params=params)))
+        turns = [answer.turns[0] for answer in answers if answer.turns]  # each has the times of its whole batch
+        prompt_s = sum(turn.prefill_s for turn in turns) / len(chunk) ** 2
+        token_s = sum(turn.decode_s for turn in turns) / len(chunk) ** 2 / (_PILOT_TOKENS - 1)
+        a_question = sum(len(question.turns) for question in plan.data.questions) / len(plan.data.questions)
+        greedy_s = a_question * (prompt_s + plan.asking.params.max_new_tokens * token_s)
+        if mode == "greedy":
+            return cls(greedy_s, 0.0)
+        k, replay_s = max(arm.k for arm in plan.arms), _REPLAY * prompt_s / arms
+        search_s = (prompt_s + WINDOW * token_s) / arms + replay_s
+        sample_s = (
+            places * len(trials(1, k)) * ((k + 2) * token_s + replay_s / 2)
+        )  # at most half of them have own nodes
+        return cls(search_s + (greedy_s if mode == "both" else 0.0), sample_s)
+
+    def of(self, questions: int, samples: int) -> float:
+        """Of the whole check."""
+        return questions * self.question_s + samples * self.sample_s
+
+    def within(self, seconds: float, questions: int, samples: int) -> tuple[int, int]:
+        """As many questions and samples as fit, both fewer by the same share, but at least FEWEST samples.
+
+        Raises:
+            InvalidInputError: one question and the fewest samples take more.
+        """
+        if (whole := self.of(questions, samples)) <= seconds:
+            return questions, samples
+        samples = max(int(samples * seconds / whole), FEWEST) if self.sample_s else samples
+        if (least := self.of(1, samples)) > seconds:
+            raise InvalidInputError(
+                f"one question and {samples} samples of each place may take {timedelta(seconds=round(least))}, more "
+                "than --budget; raise it, or give a smaller --max-new-tokens, fewer --sample-prompts or --mode greedy"
+            )
+        return min(int((seconds - self.of(0, samples)) / self.question_s), questions), samples
 
 
 @interrupts_as_they_are()

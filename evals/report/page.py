@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from evals.acceptance.metrics import METRICS
 from evals.acceptance.summary import Json
 from evals.errors import require
-from evals.report.terminal import cautions, groupings, headline, metric_parts, predicted, show, untried
+from evals.report.terminal import advice, cautions, groupings, headline, metric_parts, predicted, show, untried
 
 _COLOURS = ("#2f6f9f", "#c8742c", "#4d8b57", "#8b5a9b", "#a8484e", "#6b6b6b")
 _BARS = "Bars at the points: the intervals defined at the top of the page."
@@ -190,6 +190,7 @@ def render(document: Json) -> str:
         title=f"Acceptance of {' and '.join(targets)} on {settings['data']['name']}",
         headline=headline(document),
         cautions=cautions(document),
+        advice=advice(document) if "timing" in document else [],
         untried=untried,
     )
 

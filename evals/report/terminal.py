@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from drafters.training.trainer import LinesOfProgress
 from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import FEW, Json
 from evals.runs.answers import Answer
@@ -74,7 +76,7 @@ def _difference(document: Json) -> str:
     return f"{right} {kept} than {left}, at {speed['estimate']:.2f} × its speed."
 
 
-MAIN = ("tau", "acceptance_rate", "speedup", "speedup_decode", "tokens_per_s")
+MAIN = ("tau", "tau_requests", "tau_tokens", "acceptance_rate", "speedup", "speedup_decode", "tokens_per_s")
 """Metrics that are shown first. The others count the same rounds as other tools do."""
 OTHERS = "As other tools count"
 
@@ -98,7 +100,7 @@ POSITIONS = ("conditional", "unconditional", "per_position_vllm")
 """The kinds of acceptance at a draft position, in the order in which they are shown."""
 
 
-class RunProgress(Progress):
+class RunProgress(LinesOfProgress):
     """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
 
     def __init__(self, console: Console, total: int, arms: int) -> None:
@@ -138,10 +140,8 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
         title = "predicted speed-up, decode only (* beyond what was measured)"
         if prediction["table"]:
             _print_table(console, title, _prediction_table(prediction, arms[0]["questions"]))
-            _print_best(console, prediction, arms[0]["questions"])
-        else:
-            reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
-            console.print(f"\nspeed-up not predicted: {reason}")
+        for text in advice(document):
+            console.print(text)
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"], arms[0]["questions"]))
@@ -248,15 +248,27 @@ def predicted(cell: Json, questions: int) -> str:
     return f"{cell['speedup']:.{decimals(cell['speedup'], questions, 2)}f}{'*' if cell['extrapolated'] else ''}"
 
 
-def _print_best(console: Console, prediction: Json, questions: int) -> None:
+def advice(document: Json) -> list[str]:
+    """The K to take at each batch size, in words: K=0, or lookup, where none is predicted to be faster."""
+    prediction, questions = document["timing"]["prediction"], document["arms"][0]["questions"]
+    is_lookup = not any(model["head"] for model in document["provenance"]["settings"]["models"].values())
+    none = "take K=0 (no drafts)"
+    if not is_lookup:
+        none += " or --draft lookup, whose rounds cost no more where it finds no match"
+    if not prediction["table"]:
+        reason = prediction.get("reason", "there were no rounds to time")  # documents of before say none
+        speeds = [arm["timing"]["speedup"]["estimate"] or math.inf for arm in document["arms"] if arm["k"]]
+        slow = [f"{none}: no K was measured to be faster than the target alone"] if max(speeds) <= 1 else []
+        return [f"speed-up not predicted: {reason}", *slow]
+    found = []
     for size in prediction["round_seconds"]:
-        found = prediction["best"].get(size)
-        if found is None:
-            text = f"batch {size}: no K up to the largest measured is predicted to be faster than the target alone"
-        else:
-            text = f"batch {size}: K={found['k']} is predicted to be the fastest up to the largest measured, "
-            text += f"{found['speedup']:.{decimals(found['speedup'], questions, 2)}f} × the target alone"
-        console.print(text + untried(prediction, size))
+        best = prediction["best"].get(size)
+        text = f"{none}: no K up to the largest measured is predicted to be faster than the target alone"
+        if best is not None:
+            speed = f"{best['speedup']:.{decimals(best['speedup'], questions, 2)}f} × the target alone"
+            text = f"K={best['k']} is predicted to be the fastest up to the largest measured, {speed}"
+        found.append(f"batch {size}: {text}{untried(prediction, size)}")
+    return found
 
 
 def untried(prediction: Json, size: str) -> str:

@@ -124,7 +124,7 @@ class Conversation:
         except KeyboardInterrupt:
             click.secho(" [ended]", dim=True, nl=False, err=True)
         except SpecdecError as error:  # too long a conversation, most likely; the message was not said
-            click.echo(f"Error: {' '.join(str(error).split())}\n/reset begins a new conversation", err=True)
+            click.echo(f"Error: {error}\n/reset begins a new conversation", err=True)
             return
         click.echo()
         self.messages = [*asked, {"role": "assistant", "content": shown}]

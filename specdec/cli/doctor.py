@@ -196,7 +196,7 @@ def cache_facts() -> Json:
     base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
     triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
     folders: dict[str, tuple[Path | None, str]] = {
-        "specdec (matmul algorithms)": (_found("specdec.compiler.gemm_selection:cache_folder"), "XDG_CACHE_HOME"),
+        "specdec (self-tests, matmul algorithms)": (_found("specdec.run_files:cache_folder"), "XDG_CACHE_HOME"),
         "Triton": (Path(os.environ.get("TRITON_CACHE_DIR") or triton), "TRITON_CACHE_DIR"),
         "torch.compile": (
             _found("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "TORCHINDUCTOR_CACHE_DIR"),

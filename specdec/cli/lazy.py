@@ -32,7 +32,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sho
 
 
 class BadInput(click.ClickException):
-    """An error of the `SpecdecError` tree, shown by click as one message and where the manual describes it."""
+    """An error of the `SpecdecError` tree, shown by click as it was written and where the manual describes it."""
 
     exit_code = 2
 
@@ -109,7 +109,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except SpecdecError as error:
-            raise BadInput(" ".join(str(error).split())) from error
+            raise BadInput(str(error)) from error
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted; a run keeps what it has answered, and the same command goes on") from error
 

@@ -156,7 +156,7 @@ def _train(options: Options, plan: TrainingPlan[Any], questions: Sequence[Questi
     with locked(output):
         plan.claim(output, _data_settings(options, questions), overwrite=options["overwrite"])
         answers = [answer_prepared(plan.model, each, output, console) for each in questions]
-        result = plan.run(AnswerSet.joined(answers), output, console)
+        result = plan.run(AnswerSet.joined(answers), output, console, options["max_new_tokens"])
     click.echo(f"the head is in {result.folder}")
 
 

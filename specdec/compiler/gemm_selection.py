@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,18 +22,11 @@ from specdec.compiler.siblings import SiblingLinear
 from specdec.errors import OutputError
 from specdec.ops.gemm import Algorithm, Launch, Library, ProductShape, library_of, use
 from specdec.ops.linear import MOST_TOKENS, usual_product
-from specdec.run_files import write_atomically
+from specdec.run_files import cache_folder, write_atomically
 
 log = logging.getLogger("specdec")
 _FORMAT = 2
 _LOCK_SECONDS = 10
-
-
-def cache_folder() -> Path:
-    """The folder of files that specdec keeps between starts: specdec in $XDG_CACHE_HOME, or in ~/.cache."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: relative paths are invalid and ignored.
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "specdec"
 
 
 class ChoiceStore:

@@ -68,8 +68,7 @@ class Engine:
         meanwhile: deferred checks, run while the device computes the next round. Must be idempotent.
         reported: updates of the last round. A single assignment sets it: from then on the round counts.
         executor: runs rounds on the device; `use` replaces it.
-        inflight: the launched round that is not committed yet; after a round of first tokens alone that round, until
-            the next step.
+        inflight: the launched round that is not committed yet; the last one, until the next step, where that launches.
         drafter: head and draft loop; None without a head. next_id: id of the next request. counters: see `stats`.
         admission: checks requests before they are queued. change: guards every change of rows, pages or the queue.
         table, scheduler: rows and pages of the running requests; rebuilt after an interrupt. deadlines: early ends.
@@ -355,6 +354,8 @@ class Engine:
             self.guests.leave(owners, partial(self._launcher.drafts_of, current, committed, draft))
         if alone:  # callers get first tokens before the next launch
             self._following = partial(self._launcher.after_first_tokens, current, committed, outcome)
+        elif upcoming is None and not self._queue_verification:  # nothing runs meanwhile: who comes until then is in it
+            self._following = partial(self._launcher.launch, current, committed, draft)
         else:
             self.inflight = upcoming or self._launcher.launch(current, committed, draft)  # who is in it is new
         shares = zip(owners, committed.rounds, strict=True)

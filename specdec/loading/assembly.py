@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -29,7 +29,9 @@ from specdec.loading.progress import log
 from specdec.options.generation_config import eos_ids
 from specdec.options.kinds import OrAuto
 from specdec.rounds.buckets import loop_limits
+from specdec.selftest.kept import FULL, SelfTest
 from specdec.selftest.selftest import check_target
+from specdec.selftest.shrinking import thresholds
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
@@ -39,8 +41,8 @@ from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
 
-FREED = ("target", "head", "runners", "engine", "_live")
-"""Attributes of a `SpeculativeModel` that `dismantle` deletes."""
+if TYPE_CHECKING:
+    from attention.recurrence.states import StateGroup
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Parts:
         linears: why linear layers on a CPU stay as they are; "" where they are packed.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
         cache_tokens: tokens of the KV cache. cache_bytes: bytes of all caches and the states of recurrent layers.
+        states: of recurrent layers; None without any.
+        self_test: how the target is tested.
     """
 
     probed: TargetProbe
@@ -71,6 +75,8 @@ class Parts:
     cascade: str
     cache_tokens: int
     cache_bytes: int
+    states: StateGroup | None
+    self_test: SelfTest = FULL
 
 
 def choose_prefix_caching(loop: AnyLoop | None, asked: OrAuto, recurrent: bool = False) -> str:
@@ -182,12 +188,10 @@ def _target(parts: Parts, group: Group) -> Target:
     aux_layers = () if head is None else tuple(head.aux_layers)
     positions = config.max_model_len + config.num_speculative_tokens + 1
     states = None
-    if probed.recurrent_calls:
+    if parts.states is not None:
         from attention.recurrence.runner import StateRunner
-        from attention.recurrence.states import StateGroup
 
-        rows = StateGroup(probed.recurrence_specs, config.num_state_slots, config.num_speculative_tokens)
-        states = StateRunner(rows, probed.model.dtype, probed.model.device)
+        states = StateRunner(parts.states, probed.model.dtype, probed.model.device)
     return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group)
 
 
@@ -199,13 +203,20 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     """
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
-    log.info("testing a small copy of the model")
-    twin = twin_test(probed, config.max_model_len)
+    tests, error = parts.self_test, parts.self_test.error
+    if error is None:
+        log.info("testing a small copy of the model")
+        twin = twin_test(probed, config.max_model_len)
+    else:
+        twin = TwinReport(thresholds(model.config, config.max_model_len))
     graphs.compile()
-    log.info("self-test")
     before = Settings.of(model, *([head] if isinstance(head, Module) else ()))
-    error = check_target(target, probed, config.max_model_len, twin)
+    if error is None:
+        log.info("self-test")
+        error = check_target(target, probed, config.max_model_len, twin, tests.mode == "quick")
     settings = before.settled()  # those that the forwards of the self-test did not change themselves
+    if settings.moving == before.moving and twin.unbuilt is None:
+        tests.keep(error)  # else the next start must warn again, or find out which settings move
     executor = graphs.executor()
     captured = not isinstance(executor, EagerExecutor)
     versions = WeightVersions(model, head, captured=captured, settings=settings)
@@ -220,9 +231,9 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     return Assembly(target, runners, engine, live, twin, error, graphs.state)
 
 
-def dismantle(model: Any) -> None:
-    """Free everything made for a `SpeculativeModel` whose engine is closed, and restore its transformers model. Every
-    step can be done twice."""
+def dismantle(model: Any, freed_names: Iterable[str]) -> None:
+    """Free everything made for a `SpeculativeModel` whose engine is closed, its attributes `freed_names`, and restore
+    its transformers model. Every step can be done twice."""
     model.group.close()
     device = model.device
     if device.type == "cuda" and model.group.lost:
@@ -232,7 +243,7 @@ def dismantle(model: Any) -> None:
     # vars(): they are made at first use, see `transfers_of`, which this must not import.
     if (transfers := vars(model).get("_transfers")) is not None:
         transfers.close()
-    freed = bool([vars(model).pop(name) for name in FREED if name in vars(model)])
+    freed = bool([vars(model).pop(name) for name in freed_names if name in vars(model)])
     if freed and not model._shared.forked:  # a fork would first copy the memory of all objects
         gc.collect()  # compiled code and graphs refer to themselves
     model._alterations.undo()

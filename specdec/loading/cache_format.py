@@ -1,4 +1,4 @@
-"""How the target's keys and values are stored: dtype, order inside a page, and the scales of an 8-bit cache.
+"""How the target's keys, values and recurrent states are stored: dtype, order in a page, scales of an 8-bit cache.
 
 Calibrated scales that a checkpoint brings are read for `kv_cache_dtype="fp8"`, and shown.
 
@@ -19,19 +19,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, PrefersLayout
 from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder, read_json
+from specdec.config import state_slots
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.quantisation import MODELOPT_FILE, numbers_in_words
+from specdec.loading.sizes import Rows
 from specdec.options import LoadOptions
 from specdec.values import short
 from specdec.wrapped.probing import TargetProbe
+
+if TYPE_CHECKING:
+    from attention.recurrence.states import StateGroup
 
 Pair = tuple[float, float]
 """Scale of keys, scale of values."""
@@ -66,6 +73,27 @@ def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadO
             "'auto' (states of recurrent layers are float32)"
         )
     return format
+
+
+def state_group(probed: TargetProbe, rows: Rows, dtype: str) -> StateGroup | None:
+    """The states of a target's recurrent layers, of all rows; None without such layers.
+
+    dtype: a name among `specdec.config.STATE_DTYPES`.
+
+    Raises:
+        InvalidInputError: half precision for a target without such layers, or in float32.
+    """
+    if dtype != "float32" and (not probed.recurrent_calls or probed.model.dtype == torch.float32):
+        what = "is in float32" if probed.recurrent_calls else "has no recurrent layer"
+        raise InvalidInputError(
+            f"recurrent_state_dtype={dtype!r}: {type(probed.model).__name__} {what}; give 'float32', or leave it out"
+        )
+    if not probed.recurrent_calls:
+        return None
+    from attention.recurrence.states import StateGroup
+
+    slots = state_slots(rows.max_num_seqs)
+    return StateGroup(probed.recurrence_specs, slots, rows.num_speculative_tokens, getattr(torch, dtype))
 
 
 def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:

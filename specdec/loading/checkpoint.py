@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from inspect import unwrap
 from pathlib import Path
+from typing import Any
 
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
@@ -29,7 +34,8 @@ from drafters.checkpoints.tensor_files import (
     what_else,
 )
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
-from specdec.loading.names import find_gguf, give_model, misspelt, resolve
+from specdec.import_names import uncollected
+from specdec.loading.names import find_gguf, give_model, is_gguf, misspelt, resolve
 from specdec.loading.quantisation import (
     GGUF,
     MODELOPT,
@@ -283,6 +289,30 @@ def gguf_types(checkpoint: Checkpoint) -> Mapping[str, str] | None:
         dequantize(blob[: GGML_QUANT_SIZES[kind][1]], kind)  # any block of that size
     packed = sorted({kind.name for kind in types} - _PLAIN)
     return {"quant_method": GGUF, "quant_type": ", ".join(packed)} if packed else None
+
+
+@contextmanager
+def parsed_once(target: Any, gguf_file: str | None) -> Iterator[None]:
+    """Inside, the package gguf parses a target's file once, and makes a table of tensors' names once.
+
+    transformers reads the file for the configuration, for the weights and for the tokenizer, seconds each, and asks for
+    the table once for every module.
+
+    Source: transformers/modeling_gguf_pytorch_utils.py, `load_gguf_checkpoint` and `get_gguf_hf_weights_map`.
+    """
+    if not (is_gguf(target, gguf_file) and find_spec("gguf")):
+        yield
+        return
+    import gguf
+
+    # unwrap: of another thread that loads meanwhile these are here already, and must not stay.
+    before = {name: unwrap(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    vars(gguf).update({name: lru_cache(maxsize=1)(made) for name, made in before.items()})
+    try:
+        with uncollected():
+            yield
+    finally:
+        vars(gguf).update(before)
 
 
 def check_depth(config: Config) -> None:

@@ -66,6 +66,7 @@ def facts_of(model: Any) -> Json:
         "sparse_attention": None if dense is None else _SPARSE.format(dense),
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,
+        "self_test": str(model.self_test),
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         **_head(head, model.device),
@@ -180,12 +181,12 @@ def _sizes(config: EngineConfig) -> Json:
 def _recurrent(states: StateRunner) -> Json:
     """What a target's recurrent layers are, what computes them, and what a row's states take."""
     group = states.group
-    row_bytes = group.bytes_per_row(states.dtype)
     return {
         "calls": dict(Counter(spec.kind for spec in group.specs)),
         "kernel": states.functions.name,
-        "row_bytes": row_bytes,
-        "GiB": round(group.num_slots * row_bytes / 2**30, 3),
+        "state_dtype": str(group.state_dtype).removeprefix("torch."),
+        "row_bytes": group.bytes_per_row(states.dtype),
+        "GiB": round(group.num_bytes(states.dtype) / 2**30, 3),
     }
 
 

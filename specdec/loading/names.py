@@ -102,6 +102,11 @@ def find_gguf(path: str, given: str | None) -> tuple[str, str | None]:
     return str(folder), str(folder / found[0])
 
 
+def is_gguf(target: Any, given: str | None) -> bool:
+    """Whether a target is the name of a GGUF file. given: the load option gguf_file. Raises as `find_gguf`."""
+    return isinstance(target, (str, Path)) and find_gguf(resolve(target), given)[1] is not None
+
+
 def absent(name: str) -> str:
     """What is wrong with a name that neither a folder here nor a model of the hub can have, in words; else ""."""
     text = resolve(name)

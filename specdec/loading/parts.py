@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from drafters.base import Head
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
+from specdec.import_names import uncollected
 from specdec.loading.assembly import Parts, choose_cascade, choose_prefix_caching
 from specdec.loading.backends import (
     begin_kernels,
@@ -22,8 +24,8 @@ from specdec.loading.backends import (
     make_backend,
     name_what_is_left_out,
 )
-from specdec.loading.cache_format import kv_format, kv_layout
-from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.cache_format import kv_format, kv_layout, state_group
+from specdec.loading.checkpoint import Checkpoint, parsed_once
 from specdec.loading.cuda_graphs import loading_thread
 from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
 from specdec.loading.names import load_pair
@@ -39,7 +41,6 @@ from specdec.loading.sizes import (
     filled,
     num_drafts,
     scores_bytes,
-    state_bytes,
     windowed_pools,
 )
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -51,6 +52,7 @@ from specdec.options import LoadOptions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.extras import MakeExtras, RoundExtra
 from specdec.rounds.transfer import staging_bytes
+from specdec.selftest.kept import fingerprint, self_test_of
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
 from specdec.wrapped.group import Group
@@ -79,9 +81,11 @@ def load_parts(
     options = replace(options, draft_vocab=read_draft_vocab(options.draft_vocab))
     if draft is not None:
         check_head_type(draft)
-    opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
-    (model, checkpoint), draft = opened, pair.draft
-    tokenizer = open_tokenizer(options.tokenizer, checkpoint)
+    with parsed_once(target, options.gguf_file):
+        opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
+        (model, checkpoint), draft = opened, pair.draft
+        with uncollected():  # a vocabulary is a hundred thousand objects more
+            tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
         warn_user(busy)
@@ -95,9 +99,32 @@ def load_parts(
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras, linears)
-    if isinstance(draft, (str, Path)):
+    named = (target, draft or "", options.tokenizer or "")
+    by_name = group.size == 1 and all(isinstance(each, (str, Path)) for each in named)
+    tests = self_test_of(options.self_test, fingerprint_of(parts, options) if by_name else None)
+    if isinstance(draft, (str, Path)) and tests.error is None:
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
-    return parts
+    return replace(parts, self_test=tests)
+
+
+_NOT_TESTED = ("self_test", "seed", "max_waiting_requests", "generation_config")
+"""Load options on which no self-test depends."""
+
+
+def fingerprint_of(parts: Parts, options: LoadOptions) -> str | None:
+    """See `specdec.selftest.kept.fingerprint`; None with code of others: the checkpoint's or a registered backend's."""
+    checkpoint, path = parts.checkpoint, None
+    own = type(parts.backend).__module__.startswith("attention.") and not options.trust_remote_code
+    if own and checkpoint is not None:
+        revision = {"local_files_only": True, "revision": checkpoint.revision}
+        path = cached_file(checkpoint.path, checkpoint.gguf_file or "config.json", **revision)
+    if path is None:
+        return None
+    files = [file for file in Path(path).parent.glob("*") if file.is_file()]
+    given = {name: value for name, value in vars(options).items() if name not in _NOT_TESTED}
+    # The size that memory decides differs a little from start to start, and no test reads that many tokens.
+    room = parts.cache_tokens.bit_length()
+    return fingerprint(parts.probed.model, parts.head, files, (path, given, room))
 
 
 def _open(
@@ -176,7 +203,8 @@ def _sized(
     seqs, k = options.max_num_seqs, num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
     rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
-    states = state_bytes(probed, rows)
+    group_of_states = state_group(probed, rows, options.recurrent_state_dtype)
+    states = 0 if group_of_states is None else group_of_states.num_bytes(probed.model.dtype)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
     pools = divide_cache(options.kv_cache_tokens, device, pools, rows, options.gpu_memory_utilization, states, scores)
     pools = filled(pools, group.least([pool.tokens for pool in pools]))  # their schedules must be the same
@@ -208,6 +236,7 @@ def _sized(
         cascade,
         first.tokens,
         first.bytes + windowed + states,
+        group_of_states,
     )
 
 

@@ -19,7 +19,7 @@ from attention.hf.model_specific import dense_up_to
 from attention.hf.weights import stored_bytes
 from attention.spec import Reach
 from drafters.base import Head, PicksDrafts
-from specdec.config import EngineConfig, WindowedPool, state_slots
+from specdec.config import EngineConfig, WindowedPool
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 from specdec.options import LoadOptions
 from specdec.user_warnings import warn_user
@@ -243,16 +243,6 @@ def batched_tokens(device: torch.device, rows: int, num_drafts: int) -> int:
     """Most tokens of a forward where nobody says: prompts keep the device busy, and the drafts of all rows fit."""
     large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
     return max(_MANY_TOKENS if large else _SOME_TOKENS, rows * (num_drafts + 1))
-
-
-def state_bytes(probed: TargetProbe, rows: Rows) -> int:
-    """Bytes of the states of a target's recurrent layers, of all rows; 0 without such layers."""
-    if not probed.recurrent_calls:
-        return 0
-    from attention.recurrence.states import StateGroup
-
-    group = StateGroup(probed.recurrence_specs, state_slots(rows.max_num_seqs), rows.num_speculative_tokens)
-    return group.num_slots * group.bytes_per_row(probed.model.dtype)
 
 
 def host_bytes() -> int | None:

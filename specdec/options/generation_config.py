@@ -14,15 +14,18 @@ import copy
 from collections.abc import Iterable
 from functools import partial
 from types import NoneType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
 from specdec.options.load_options import Use
 from specdec.options.logits_options import OFF, LogitsOptions
 from specdec.values import Options, Reader, TokenIds, flag, real, refuse_type, short, whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Served = Literal["device", "host", "without effect", "refused"]
 """Exact: applied on the device, or on the host; of neither effect; or refused by name."""

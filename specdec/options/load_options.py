@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
-from specdec.config import CPU_LINEARS, DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
+from specdec.config import (
+    CPU_LINEARS,
+    DRAFT_SAMPLING,
+    KV_CACHE_DTYPES,
+    KV_CACHE_LAYOUTS,
+    MAX_NUM_PREFILL_TOKENS,
+    SEEDS,
+    STATE_DTYPES,
+)
 from specdec.errors import InvalidInputError
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, OrAuto, Overrides, Scales, Switch, Tokens, Whole
 from specdec.values import Options, P, R, only_known, read_options, unknown
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
 
 Use = Literal["model", "ignore"]
 """What of the model's own generation_config applies."""
+SelfTests = Literal["cached", "full", "quick"]
+"""How much a load tests."""
 _Options = TypeVar("_Options", bound="LoadOptions")
 _Class = TypeVar("_Class", bound=type)
 
@@ -111,6 +121,12 @@ class LoadOptions:
         "With fp8, KEYS:VALUES of each layer, joined by ';' (default: the checkpoint's, or 1.0).",
         _NO_TRAINING,
     )
+    recurrent_state_dtype: str = _option(
+        "float32",
+        Choice(STATE_DTYPES),
+        "States of recurrent layers between forwards; bfloat16: in half the memory.",
+        _NO_TRAINING,
+    )
     kv_cache_layout: str = _option(
         "auto", Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
     )
@@ -178,6 +194,11 @@ class LoadOptions:
     )
     merge_adapter: OrAuto = _option(
         "auto", Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
+    )
+    self_test: SelfTests = _option(
+        "cached",
+        Choice(get_args(SelfTests)),
+        "cached: test the target unless an earlier start did, and nothing has changed; full: test; quick: short rows.",
     )
     trust_remote_code: bool = _option(False, Flag(), "Run the Python files of the target's checkpoint.")
     revision: str | None = _option(

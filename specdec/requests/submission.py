@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from types import NoneType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, known_options, params_of_call, unexpected, with_options
@@ -24,6 +24,9 @@ from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.values import Options, TokenIds, short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
 _AtLength = Callable[[int], SamplingParams]

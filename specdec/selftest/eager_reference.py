@@ -101,12 +101,15 @@ class DummyRows:
         """
         page_size, num_pages = target.runner.page_size, fewest_pages(target)
         width = -(-int(lens.max()) // page_size)
-        pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))[: len(lens) * width]
-        if len(pages) < len(lens) * width:
+        needed, device = len(lens) * width, target.hf_model.device
+        if num_pages - 1 < needed:
             raise CacheTooSmallError(
-                f"the KV cache has {num_pages - 1} pages of {page_size} tokens; at least {len(lens) * width} are needed"
+                f"the KV cache has {num_pages - 1} pages of {page_size} tokens; at least {needed} are needed"
             )
-        generator, device = torch.Generator().manual_seed(0), target.hf_model.device
+        # On a CPU a page takes memory when it is first written, and so do its neighbours in a huge page of the system.
+        among = needed if device.type == "cpu" else num_pages - 1
+        pages = np.random.default_rng(0).permutation(np.arange(1, among + 1))[:needed]
+        generator = torch.Generator().manual_seed(0)
         ids = [torch.randint(target.num_embeddings, (n,), generator=generator).to(device) for n in lens.tolist()]
         return cls(target, ids, pages.reshape(len(lens), width).astype(np.int32))
 

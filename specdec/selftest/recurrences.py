@@ -8,6 +8,7 @@ the torch functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from attention.recurrence.states import (
     RecurrenceSpec,
     ScanSpec,
     SsdSpec,
-    StateGroup,
     allocate_states,
     tensors_of,
 )
@@ -98,7 +98,7 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
         made = torch.randn if form == "normal" else torch.rand
         return made(shape, generator=generator)
 
-    group = StateGroup((spec,), 1 + len(_SLOTS), states.group.num_drafts)
+    group = replace(states.group, specs=(spec,), num_slots=1 + len(_SLOTS))
     (right,), (ours,) = allocate_states(group, dtype, _CPU), allocate_states(group, dtype, device)
     for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
         own.copy_(other.copy_(random(*own.shape)))  # as of requests before

@@ -27,14 +27,15 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype
 
 
 @torch.no_grad()
-def weights_fingerprint(module: torch.nn.Module) -> str:
+def weights_fingerprint(module: torch.nn.Module, whole: bool = True) -> str:
     """16 hex digits over names, shapes, dtypes and values of all parameters and stored buffers; of quantised weights
     that are made of several tensors, over each of them.
 
     Of each tensor, the sum of all elements' bits as integers (exact in any order, so the same on every device) and 64
     evenly spaced elements are hashed: one pass over the memory, no copy to the host.
+    whole: if False, without the sum: a large model is not read.
     """
-    return _digits("".join(map(repr, _marks(module))))
+    return _digits("".join(map(repr, _marks(module, whole))))
 
 
 def tokens_fingerprint(head: Head, device: torch.device) -> str:
@@ -47,14 +48,17 @@ def _digits(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _marks(module: torch.nn.Module) -> list[_Mark]:
-    """Marks of all stored tensors, by name; of every part of quantised weights that are made of several tensors."""
+def _marks(module: torch.nn.Module, whole: bool = True) -> list[_Mark]:
+    """Marks of all stored tensors, by name; of every part of quantised weights that are made of several tensors.
+
+    whole: sum all elements; else that sum is 0.
+    """
     stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
     found: list[_Mark] = []
     for name, tensor in sorted(parts, key=lambda part: part[0]):
         bits = _bits(tensor)
-        total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK))
+        total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK)) if whole else 0
         # float64: float32 has no exact places beyond 2**24.
         places = torch.linspace(0, max(len(bits) - 1, 0), min(_SAMPLES, len(bits)), dtype=torch.float64).long()
         sample = bits[places.to(bits.device)].tolist()

@@ -7,6 +7,7 @@ stale. Some settings are read only at loading: the plan of attention reads some 
 
 from __future__ import annotations
 
+import marshal
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,6 +88,13 @@ class Held:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        """The same in another process. Of a function, of a static method's or a property's too, its code."""
+        function = getattr(self.value, "__func__", getattr(self.value, "fget", self.value))
+        # Version 2 has no references between objects, of which the later ones depend on what else the process holds.
+        code = function.__code__ if isinstance(function, FunctionType) else None
+        return f"{type(self.value).__qualname__} {marshal.dumps(code, 2)!r}"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -130,6 +138,10 @@ class Settings:
         moved = {place.key for place, _, _ in self._different()}
         added = {place.key for place in self._added()}
         return Settings.of(*self.roots, moving=self.moving | moved | added)
+
+    def in_words(self) -> str:
+        """All settings, in a form that is the same in another process."""
+        return repr([(place.key, _comparable(value)) for place, value in zip(self.places, self.values, strict=True)])
 
     def read_at_loading(self) -> Settings:
         """The current settings that rounds do not read again."""

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import tables
+from benchmarks.bench_first_token import compared
 
 
 def test_the_page_has_every_committed_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,20 @@ def test_a_start_is_shown_step_by_step(tmp_path: Path) -> None:
     text = tables.page(tmp_path)
     for row in ("compiling | 20.00 |  |", "reading |  | 4.00 |", "there | 21.00 | 5.00 |", "workload | 0.09 | 0.09 |"):
         assert row in text
+
+
+def test_first_tokens_are_a_table(tmp_path: Path) -> None:
+    one = {"wall_s": 2.0, "cpu_s": 1.5, "peak_mib": 1024.0, "import_cpu_s": 1.0}
+    results = compared({"transformers": [one] * 3, "second": [one | {"wall_s": wall} for wall in (9.0, 3.0, 1.0)]})
+    line = {
+        "benchmark": "first_token",
+        "model": "tiny",
+        "dtype": "float32",
+        "results": results,
+        "machine": "x",
+    } | _WHERE
+    (tmp_path / "a.jsonl").write_text(json.dumps(line), "utf-8")
+    assert "| tiny, float32 | second | 3.00 | 1.50 | 1.00 | 1,024 | 1.50, 1.00, 1.00 |" in tables.page(tmp_path)
 
 
 def test_rounds_with_requests_waiting_are_a_table(tmp_path: Path) -> None:

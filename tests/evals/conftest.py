@@ -66,7 +66,8 @@ class ScriptedModel:
 
     def describe(self) -> dict[str, Any]:
         graphs = {"state": "off: no GPU"}
-        return {"target": "scripted", "device": "cpu", "dtype": "float32", "backend": "torch", "graphs": graphs}
+        facts = {"target": "scripted", "device": "cpu", "dtype": "float32", "backend": "torch", "graphs": graphs}
+        return {**facts, "head": None, "engine": {"num_speculative_tokens": self.max_k}}
 
     def generate(self, prompts: Any, params: Any) -> list[Completion]:
         return [completion for _, completion in sorted(self.generate_iter(prompts, params), key=lambda pair: pair[0])]

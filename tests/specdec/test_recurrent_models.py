@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import engine_of, enlarge, free_everywhere, hooks_of, random_prompts, wrap
+from fakes import engine_of, enlarge, free_everywhere, hooks_of, random_prompts, tiny_llama, wrap
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from attention.recurrence import functions as reference
@@ -28,7 +28,8 @@ from specdec.errors import (
 )
 from specdec.extensions.grammars.masks import GrammarMasks
 from specdec.loading.backends import check_backend_fits
-from specdec.loading.sizes import Rows, check_cache_fits, state_bytes
+from specdec.loading.cache_format import state_group
+from specdec.loading.sizes import Rows, check_cache_fits
 from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs
 from specdec.wrapped.probing import probe_target
@@ -61,7 +62,7 @@ def test_the_facts_name_layers_kernel_and_bytes() -> None:
     states = wrapped.target.states.states
     held = sum(t.nbytes for s in states for t in (s.ring,) if isinstance(t, torch.Tensor))
     held += sum(s.state.nbytes + sum(t.nbytes for t in vars(s.ring).values()) for s in states if hasattr(s, "state"))
-    assert held == facts["row_bytes"] * wrapped.config.num_state_slots
+    assert held == facts["row_bytes"] * wrapped.target.states.group.num_slots
     assert wrapped.describe()["num_layers"] == 4
     assert ("recurrent layers", "torch: 2 of short convolution, 2 of gated delta rule") in route_rows(
         wrapped.describe()
@@ -120,11 +121,32 @@ def test_prefixes_are_not_shared_and_that_is_said_where_it_was_asked_for() -> No
 def test_states_come_off_the_memory_for_pages() -> None:
     probed = probe_target(tiny_hybrid("qwen3_next"))
     sizes = {"num_speculative_tokens": 3, "max_model_len": 64, "max_num_batched_tokens": 64, "page_size": 4}
-    few, many = (state_bytes(probed, Rows(max_num_seqs=rows, **sizes)) for rows in (8, 32))
-    assert many / few == 33 / 9 and few % 9 == 0
+    few, many = (state_group(probed, Rows(max_num_seqs=rows, **sizes), "float32") for rows in (8, 32))
+    assert few is not None and many is not None
+    assert many.num_bytes(torch.float32) / few.num_bytes(torch.float32) == 33 / 9
     message = r"9\.00 GiB of it for the recurrent states of all rows\); .* page_size, or max_num_seqs"
     with pytest.raises(CacheTooSmallError, match=message):
         check_cache_fits(torch.device("cpu"), 1 << 40, 8, "kv_cache_tokens", state_bytes=9 << 30)
+
+
+@pytest.mark.slow
+def test_states_in_half_precision_take_half_and_only_round_them() -> None:
+    sizes = {"max_model_len": 128, "recurrent_state_dtype": "bfloat16"}
+    with pytest.raises(InvalidInputError, match="'bfloat16': Qwen3NextForCausalLM is in float32; give 'float32'"):
+        wrap(tiny_hybrid("qwen3_next"), **sizes)
+    with pytest.raises(InvalidInputError, match="LlamaForCausalLM has no recurrent layer; give 'float32'"):
+        wrap(tiny_llama(), **sizes)
+    half, full = (
+        wrap(tiny_hybrid("mamba2").to(torch.bfloat16), **sizes | own)
+        for own in ({}, {"recurrent_state_dtype": "float32"})
+    )
+    states = [{s.state.dtype for s in wrapped.target.states.states if hasattr(s, "state")} for wrapped in (half, full)]
+    assert states == [{torch.bfloat16}, {torch.float32}]
+    facts = [wrapped.describe()["recurrent"] for wrapped in (half, full)]
+    assert [each["state_dtype"] for each in facts] == ["bfloat16", "float32"]
+    assert facts[0]["row_bytes"] < 0.7 * facts[1]["row_bytes"]
+    tokens = [said(wrapped)[0] for wrapped in (half, full)]
+    assert tokens[0][:4] == tokens[1][:4]
 
 
 @pytest.mark.slow

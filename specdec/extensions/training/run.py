@@ -78,8 +78,9 @@ class TrainingPlan(Generic[TrainedHead]):
         claim(output, {**self.settings, **data}, _results(output))
 
     @interrupts_as_they_are()
-    def run(self, answers: AnswerSet, output: Path, console: Console) -> TrainResult:
-        """Train; goes on from the newest checkpoint in `output`.
+    def run(self, answers: AnswerSet, output: Path, console: Console, max_new_tokens: int = 512) -> TrainResult:
+        """Train; goes on from the newest checkpoint in `output`. max_new_tokens: of answers that measure the head,
+        which have 512 at most.
 
         Raises:
             InvalidInputError: too few answers, or none long enough.
@@ -94,7 +95,7 @@ class TrainingPlan(Generic[TrainedHead]):
                 f"{self.config.ttt_steps + 1}"
             )
         data = TrainingData(training, measured)
-        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished)
+        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished, max_new_tokens)
         with locked(output):
             head, save = self.recipe.start(training.token_counts), self.recipe.save
             return train(self.config, head, data, self.features, evaluate, output, console, save=save)
@@ -120,7 +121,11 @@ def _results(output: Path) -> list[Path]:
 
 
 def _evaluation(
-    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, finished: Callable[[TrainedHead], Head]
+    model: SpeculativeModel,
+    measured: AnswerSet,
+    num_drafts: int,
+    finished: Callable[[TrainedHead], Head],
+    max_new_tokens: int,
 ) -> Callable[[TrainedHead], Mapping[str, float]]:
     """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
     count = min(len(measured), _EVALUATED_PROMPTS)
@@ -137,7 +142,7 @@ def _evaluation(
             generation_config=model.generation_config_use,
             cuda_graphs=False,
         )
-        completions = trial.generate(prompts, SamplingParams(max_new_tokens=_EVALUATED_TOKENS))
+        completions = trial.generate(prompts, SamplingParams(max_new_tokens=min(max_new_tokens, _EVALUATED_TOKENS)))
         return {"tau": pool_requests([c.stats for c in completions]).tau}
 
     return evaluate

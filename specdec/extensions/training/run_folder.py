@@ -8,14 +8,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from attention.errors import named_error
 from drafters.training.data import AnswerSet, answer_set
+from drafters.training.trainer import LinesOfProgress
 from specdec import run_files
 from specdec.errors import InvalidInputError, RunFolderError
 from specdec.model import SpeculativeModel
@@ -118,13 +119,13 @@ def _check_same(folder: Path, old: Mapping[str, Setting], settings: Mapping[str,
 
 
 class AnswerStore(KeptLines):
-    """The target's answers by the index of their question, those of earlier processes among them.
+    """The target's answers by their question's hash, those of earlier processes among them.
 
-    A line is a JSON object with `index`, `token_ids` and `check`, a hash of both and of the store's key: one that was
-    altered, or comes from another store, is left out.
+    A line is a JSON object with `question`, `token_ids` and `check`, a hash of both and of the store's key: one that
+    was altered, or comes from another store, is left out.
 
     Attributes:
-        damaged: lines that were.
+        damaged: lines that were. answers: with those of other files that were `borrowed`.
     """
 
     error = RunFolderError
@@ -132,42 +133,49 @@ class AnswerStore(KeptLines):
     lost = "its question is answered again"
 
     def __init__(self, path: Path, key: str) -> None:
-        """key: identifies prompts, target and limits.
+        """key: identifies target and limits.
 
         Raises:
             RunFolderError: another process has the file. OutputError: it cannot be read or written.
         """
         self._key, self.damaged = key, 0
-        self.answers: dict[int, list[int]] = {}
+        self.answers: dict[str, list[int]] = {}
         super().__init__(path, path.with_name(f".{path.stem}.lock"))
 
-    def add(self, index: int, token_ids: list[int]) -> None:
+    def borrow(self, path: Path) -> None:
+        """Take the answers of another file, where another process may be writing."""
+        damaged = self.damaged
+        for line in path.read_bytes().splitlines():
+            self.take(line, path.name)
+        self.damaged = damaged
+
+    def add(self, question: str, token_ids: list[int]) -> None:
         """Append an answer; once this returns it outlives the process.
 
         Raises:
             OutputError: the file cannot be written; what was stored before stays.
         """
-        self.write(self._line(index, token_ids).encode())
-        self.answers[index] = token_ids
+        self.write(self._line(question, token_ids).encode())
+        self.answers[question] = token_ids
 
     def take(self, line: bytes, place: str) -> None:
         """Read an answer, if it is one of this store."""
         try:
             row = json.loads(line)
-            index, token_ids = row["index"], row["token_ids"]
-            is_whole = row["check"] == self._check(index, token_ids)
+            question, token_ids = row["question"], row["token_ids"]
+            is_whole = row["check"] == self._check(question, token_ids)
         except (ValueError, KeyError, TypeError):
             is_whole = False
         if is_whole:
-            self.answers[index] = token_ids
+            self.answers[question] = token_ids
         self.damaged += not is_whole
 
-    def _line(self, index: int, token_ids: list[int]) -> str:
-        line = {"index": index, "token_ids": token_ids, "check": self._check(index, token_ids)}
+    def _line(self, question: str, token_ids: list[int]) -> str:
+        line = {"question": question, "token_ids": token_ids, "check": self._check(question, token_ids)}
         return json.dumps(line, separators=(",", ":")) + "\n"
 
-    def _check(self, index: int, token_ids: list[int]) -> str:
-        return _hash((self._key, index, token_ids))[:16]
+    def _check(self, question: str, token_ids: list[int]) -> str:
+        return _hash((self._key, question, token_ids))[:16]
 
     def _read(self) -> None:
         super()._read()
@@ -204,8 +212,8 @@ class AnswerLimits:
 class Questions:
     """Prompts (token ids of each) ready for the target, nothing answered yet; digest: of the prompts, 16 hex digits.
 
-    room: tokens that each one's answer can have in a training sequence. key: identifies prompts, target and the longest
-    answer: what the answers depend on. limits: of answers and training sequences.
+    room: tokens that each one's answer can have in a training sequence. key: identifies target and the longest answer:
+    what an answer depends on besides its prompt. limits: of answers and training sequences.
     """
 
     prompts: list[list[int]]
@@ -213,6 +221,11 @@ class Questions:
     digest: str
     key: str
     limits: AnswerLimits
+
+    @cached_property
+    def hashes(self) -> list[str]:
+        """Of each prompt."""
+        return [_hash(list(prompt))[:16] for prompt in self.prompts]
 
     @property
     def usable(self) -> list[int]:
@@ -235,7 +248,7 @@ def prepare_questions(model: SpeculativeModel, questions: Sequence[Any], limits:
     room = [min(longest - len(prompt), limits.max_new_tokens) for prompt in prompts]
     digest = _hash(prompts)[:16]
     target = target_fingerprint(model.hf_model)
-    key = _hash((FORMAT, target, model.backend_name, model.config.max_model_len, limits.max_new_tokens, digest))
+    key = _hash((FORMAT, target, model.backend_name, model.config.max_model_len, limits.max_new_tokens))
     ready = Questions(prompts, room, digest, key, limits)
     if not ready.usable:
         raise InvalidInputError(
@@ -246,25 +259,29 @@ def prepare_questions(model: SpeculativeModel, questions: Sequence[Any], limits:
 
 
 def answer_prepared(model: SpeculativeModel, questions: Questions, output: Path, console: Console) -> AnswerSet:
-    """The target's own greedy answers. Each is kept in `output` as it comes; those kept before are not generated again.
+    """The target's own greedy answers. Each is kept in `output` as it comes; those kept there before, also of other
+    sets of questions, are not generated again.
 
     Raises:
         RunFolderError: another process answers the same questions there. OutputError: `output` cannot be written.
         InvalidInputError: no answer has two tokens.
     """
-    name = f"answers-{questions.key[:16]}"
+    ours = f"answers-{questions.key[:16]}"
     left_out = len(questions.prompts) - len(questions.usable)
     if left_out:
         line = f"{left_out} of {len(questions.prompts)} questions leave no room for an answer; they are left out"
         console.print(line, highlight=False)
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    with AnswerStore(output / f"{name}.jsonl", questions.key) as store:
+    with AnswerStore(output / f"{ours}-{questions.digest}.jsonl", questions.key) as store:
+        for path in output.glob(f"{ours}-*.jsonl"):
+            store.borrow(path)
         if store.damaged:
             line = f"{store.damaged} lines of {store.path.name} are damaged; those questions are answered again"
             console.print(line, highlight=False)
         _answer_rest(model, questions, store, console)
-        answers = [store.answers.get(i, []) if room >= _SHORTEST else [] for i, room in enumerate(questions.room)]
+        rooms = zip(questions.hashes, questions.room, strict=True)
+        answers = [store.answers.get(question, []) if room >= _SHORTEST else [] for question, room in rooms]
     return answer_set(questions.prompts, answers, questions.limits.max_length)
 
 
@@ -273,14 +290,16 @@ def _hash(content: object) -> str:
 
 
 def _answer_rest(model: SpeculativeModel, questions: Questions, store: AnswerStore, console: Console) -> None:
-    rest = [i for i in questions.usable if i not in store.answers]
+    asked = {questions.hashes[i]: questions.prompts[i] for i in questions.usable}
+    rest = [question for question in asked if question not in store.answers]
     if not rest:
         return
-    if len(rest) < len(questions.usable):
-        line = f"{len(questions.usable) - len(rest)} answers are kept from an earlier run, {len(rest)} are missing"
+    if len(rest) < len(asked):
+        line = f"{len(asked) - len(rest)} answers are kept from an earlier run, {len(rest)} are missing"
         console.print(line, highlight=False)
     # Without the prefix cache: which questions an interrupted run has answered must not change how others round.
     params = SamplingParams(max_new_tokens=questions.limits.max_new_tokens, cache_prefix=False)
-    each = model.generate_iter([questions.prompts[i] for i in rest], params)
-    for index, completion in track(each, "the target answers", total=len(rest), console=console):
-        store.add(rest[index], completion.token_ids)
+    each = model.generate_iter([asked[question] for question in rest], params)
+    with LinesOfProgress(*LinesOfProgress.get_default_columns(), console=console) as shown:
+        for index, completion in shown.track(each, len(rest), description="the target answers"):
+            store.add(rest[index], completion.token_ids)

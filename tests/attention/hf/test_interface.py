@@ -236,7 +236,7 @@ def test_a_forward_that_waited_while_the_guard_was_removed_leaves_the_gate() -> 
     thread.join(60)
     started = time.perf_counter()
     with gate.held():
-        assert time.perf_counter() - started < 0.5
+        assert time.perf_counter() - started < 5
 
 
 def test_what_an_interrupt_left_borrowed_is_put_back_before_the_next_forward() -> None:

@@ -299,3 +299,15 @@ def test_the_kernel_touches_only_these_places(data: st.DataObject) -> None:
     for x in vars(empty).values():
         known = torch.isfinite(x[1].flatten(1)).all(1)
         assert {p for p in range(RING) if known[p]} == reads | writes
+
+
+@pytest.mark.parametrize("rows", [ROUND, pytest.param(LONG, marks=pytest.mark.slow)], ids=["round", "long"])
+@pytest.mark.parametrize("vector", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_states_in_half_precision_are_rounded_where_they_are_stored_and_nowhere_else(
+    rows: list[tuple[int, ...]], vector: bool
+) -> None:
+    torch.manual_seed(0)
+    tokens, ring = (TOKENS, RING) if rows is ROUND else (sum(row[0] for row in rows) + 2, LONG_RING)
+    case = delta_case(tokens, (1, 2), (16, 40), vector, ring_size=ring)
+    case["state"] = case["state"].half()  # the interpreter cuts bfloat16 off, a GPU rounds it
+    checked(gated_delta, oracle.gated_delta, case, StateRows.of(rows), 1e-5, 1e-3)

@@ -79,3 +79,18 @@ def test_mamba1(shape: tuple[int, int], dtype: torch.dtype, has_d: bool) -> None
     limit = 1e-6 if dtype == torch.float32 else 1e-3
     rule = oracle.selective_scan
     checked(selective_scan, rule, case | ({} if has_d else {"D": None}), StateRows.of(ROUND), limit, 1e-6)
+
+
+@pytest.mark.parametrize("rule", ["mamba2", "mamba2, long", "mamba1"])
+def test_states_in_half_precision_are_rounded_where_they_are_stored_and_nowhere_else(rule: str) -> None:
+    torch.manual_seed(0)
+    if rule == "mamba1":
+        case, kernel, right, rows = scan_case(TOKENS, 40, 16), selective_scan, oracle.selective_scan, ROUND
+    elif rule == "mamba2":
+        case, kernel, right, rows = ssd_case(TOKENS, (2, 4), (16, 8)), ssd_scan, oracle.ssd_scan, ROUND
+    else:
+        tokens = sum(row[0] for row in LONG) + 2
+        case = ssd_case(tokens, (1, 2), (24, 70), ring_size=LONG_RING)
+        kernel, right, rows = ssd_scan, oracle.ssd_scan, LONG
+    case["state"] = case["state"].half()  # the interpreter cuts bfloat16 off, a GPU rounds it
+    checked(kernel, right, case, StateRows.of(rows), 1e-5, 1e-3)

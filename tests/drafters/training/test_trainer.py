@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import TrainingDivergedError
 from drafters.oracle import oracle_drafts
+from drafters.training import trainer
 from drafters.training.data import answer_set
 from drafters.training.files import whole_folder
 from drafters.training.objective import Features
@@ -217,3 +219,23 @@ def test_a_diverging_run_stops(target: LlamaForCausalLM, data: TrainingData, tmp
     with pytest.raises(TrainingDivergedError, match="step 2"):
         train(CONFIG, fresh(target, data), data, broken, nothing, tmp_path, quiet())
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1500, 50), (60, 2), (10, 0)])
+def test_the_warm_up_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
+    assert TrainConfig(steps=steps).warmup_steps == warmup
+    assert TrainConfig(steps=steps, warmup_steps=7).warmup_steps == 7
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "LINE_S", 0.02)
+    shown = {}
+    for is_terminal in (False, True):
+        console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal)
+        with trainer.TrainingDisplay(console, 60, 0) as display:
+            display.show(completed=7, loss="3.210")
+            time.sleep(0.2)
+        shown[is_terminal] = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line for line in shown[False].splitlines() if "7/60" in line and "loss 3.210" in line]
+    assert len(lines) >= 3, shown
+    assert shown[True].count("\n") == 1  # drawn over and over in its place

@@ -47,6 +47,8 @@ def test_hand_worked_example() -> None:
     # K=3. Turn 1: 1 of 3 accepted; then 3 of 3, of which the stop leaves 2. Turn 2: no room for drafts in one round.
     sums = columns([answer([(3, 1, 2), (3, 3, 2)], [(2, 2, 3), (0, 0, 1)])], k=3, baseline=[answer([(0, 0, 1)] * 7)])
     assert value("tau", sums) == (2 + 2 + 3 + 1) / 4
+    # The turns are two requests: 4 tokens in 2 rounds, and 4 in 2.
+    assert value("tau_requests", sums) == value("tau_tokens", sums) == 2.0
     assert value("tau_eagle", sums) == value("tau_spec_bench", sums) == (2 + 4 + 3 + 1) / 4
     assert value("tau_eagle_idxs", sums) == 10 / (4 - 2)
     assert value("tau_vllm", sums) == 1 + 6 / 3
@@ -62,6 +64,16 @@ def test_hand_worked_example() -> None:
     assert [total(metric, sums) for metric in vllm] == [3 / 3, 2 / 3, 1 / 3]
     assert [total(metric, sums) for metric in conditional[:2]] == [1.0, 2 / 3] and np.isnan(total(conditional[2], sums))
     assert histogram([answer([(3, 1, 2), (3, 3, 2)])], 3) == [0, 1, 1, 0]
+
+
+def test_three_means_of_one_run_that_differ() -> None:
+    """A short request with few accepted drafts, and a long one with many; a turn that ended with its prompt pass."""
+    short, long = [(3, 0, 1)] * 2, [(3, 3, 4)] * 6
+    for conversations in ([answer(short, []), answer(long)], [answer(short, [], long)]):
+        sums = columns(conversations, k=3)
+        assert value("tau", sums) == value("tau_vllm", sums) == value("tau_spec_bench", sums) == (2 + 24) / (2 + 6)
+        assert value("tau_requests", sums) == (1.0 + 4.0) / 2
+        assert value("tau_tokens", sums) == (2 * 1.0 + 24 * 4.0) / (2 + 24)
 
 
 def positions(rounds: list[tuple[int, int, int]], k: int) -> list[list[float]]:

@@ -59,6 +59,36 @@ def test_acceptance_writes_everything_it_was_asked_for(invoke: Invoke, data: str
     assert (run / "answers.jsonl").read_text() == before and list((tmp_path / "runs").iterdir()) == [run]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "asked", "ks"),
+    [
+        (["acceptance"], [None], [0, 4]),
+        (["acceptance", "-k", "2"], [2], [0, 2]),
+        (["compare", "k=1", "lookup"], [1, None], [1, 4]),
+        (["compare", "k=1", "k=3"], [3], [1, 3]),
+        (["compare", "k=1", "dtype=auto"], [1, None], [1, 4]),
+        (["compare", "lookup", "lookup"], [None], [4, 4]),
+    ],
+    ids=["acceptance", "given", "one side", "both sides", "no side", "lookup twice"],
+)
+def test_without_k_the_draft_decides(
+    invoke: Invoke,
+    data: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: SimpleNamespace,
+    arguments: list[str],
+    asked: list[int | None],
+    ks: list[int],
+) -> None:
+    specs: list[Any] = []
+    monkeypatch.setattr(Worker.__init__, "__defaults__", (lambda spec: specs.append(spec) or plant.Model(max_k=4),))
+    result = invoke(*arguments, "--model", "m", "--data", data, "--output", "o.json")
+    assert result.exit_code == 0, result.output
+    assert [spec.options.num_speculative_tokens for spec in specs] == asked
+    assert [arm["k"] for arm in json.loads((tmp_path / "o.json").read_text())["arms"]] == ks
+
+
 def test_a_failed_question_shows_in_the_exit_code(invoke: Invoke, data: str) -> None:
     result = invoke("acceptance", "--data", data, poison="question 3 ")
     assert result.exit_code == 1 and "failed: question 3" in result.output

@@ -208,6 +208,28 @@ def test_an_extrapolation_is_no_advice() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("seconds", "undrafted", "head", "text"),
+    [
+        (0.1, 0.0, "Eagle3Head", "batch 1: K=3 is predicted to be the fastest"),
+        (0.9, 0.0, "Eagle3Head", "batch 1: take K=0 (no drafts) or --draft lookup, whose rounds"),
+        (0.9, 0.0, None, "batch 1: take K=0 (no drafts): no K up to the largest measured is predicted to be faster"),
+        (0.9, 0.05, None, "take K=0 (no drafts): no K was measured to be faster"),
+    ],
+)
+def test_the_advice_is_no_drafts_or_lookup_where_no_k_is_faster(
+    plant: SimpleNamespace, tmp_path: Path, seconds: float, undrafted: float, head: str | None, text: str
+) -> None:
+    model = plant.Model(length=60, seconds=seconds, undrafted=undrafted)
+    executor = Worker({"main": ModelSpec("main")}, plant.loader({"main": model}))
+    plan = Plan(plant.questions(24), sweep((1, 3)), plant.asking(), warmup=0)
+    document = run(executor, plan, RunStore(tmp_path / "run", settings(plan, executor.facts())), lambda answers: None)
+    document["provenance"]["settings"]["models"]["main"]["head"] = head
+    for arm in document["arms"]:  # a scripted model takes no time: as its rounds would have it
+        arm["timing"]["speedup"] = arm["timing"]["speedup_decode"]
+    assert text in printed(document) and text.replace("'", "&#39;") in page.render(document)
+
+
 def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_path: Path) -> None:
     console = Console(width=120, record=True, file=io.StringIO(), force_terminal=True)
     model = plant.Model(rates=(1.0,), length=11)

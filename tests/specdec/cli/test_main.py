@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "scipy", "datasets", "l
 
 @click.command()
 def failing() -> None:
-    raise InvalidInputError("K is -1; allowed are 0 to 32; pass --k 5")
+    raise InvalidInputError("K is -1; allowed are 0 to 32:\n  pass --k 5")
 
 
 @click.command()
@@ -62,11 +62,11 @@ def test_help_lists_commands_that_cannot_even_be_imported() -> None:
     assert "Cannot be imported." in result.output
 
 
-def test_an_error_of_the_tree_is_one_message_and_exit_code_2() -> None:
+def test_an_error_of_the_tree_keeps_its_lines_and_has_exit_code_2() -> None:
     result = CliRunner().invoke(GROUP, ["failing"])
     assert result.exit_code == 2
     pointer = "See docs/reference/errors.md#invalidinputerror"
-    assert result.output == f"Error: K is -1; allowed are 0 to 32; pass --k 5\n{pointer}\n"
+    assert result.output == f"Error: K is -1; allowed are 0 to 32:\n  pass --k 5\n{pointer}\n"
 
 
 def test_a_command_whose_package_is_missing_says_so() -> None:

@@ -106,7 +106,15 @@ def test_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(Verification, monkeypatch, queue=False)
     events = decoding(engine)
     engine.step()
-    assert events == ["verify", "read", "commit", "send", "draft loop"]
+    assert events == ["send", "draft loop", "verify", "read", "commit"]
+
+
+def test_who_comes_between_two_rounds_is_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which computes nothing between two rounds."""
+    engine = engine_of(Verification, monkeypatch, queue=False, rows=3)
+    decoding(engine)
+    new = engine.submit([4, 5], SamplingParams(max_new_tokens=9))
+    assert [update.token_ids for update in engine.step() if update.request_id == new] == [[TOKEN]]
 
 
 def test_plain_with_the_verification_queued(monkeypatch: pytest.MonkeyPatch) -> None:

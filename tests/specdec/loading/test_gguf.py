@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec import SpecdecWarning, SpeculativeModel
 from specdec.cli.main import cli
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
+from specdec.loading.checkpoint import parsed_once
 from specdec.loading.names import find_gguf
 from tests.gguf_files import written
 
-pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'specdec-hf[gguf]'")
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'specdec-hf[gguf]'")
 PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5], [9], [4, 4, 8, 1, 2] * 7]
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_tokens": 2048, "max_model_len": 128}
 
@@ -197,3 +198,38 @@ def test_commands_take_a_file(folder: Path, tmp_path: Path) -> None:
     assert answered.exit_code == 0, answered.output
     missing = runner.invoke(cli, ["chat", "--model", str(tmp_path / "no.gguf")])
     assert missing.exit_code != 0 and "there is no" in missing.output
+
+
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again at the next load: it may be another file of the same name."""
+    file, parsed = tmp_path / "tiny.gguf", []
+    right = gguf.GGUFReader
+
+    def counted(path: Any, *more: Any) -> Any:
+        parsed.append(str(path))
+        return right(path, *more)
+
+    monkeypatch.setattr(gguf, "GGUFReader", counted)
+    seen = []
+    for seed in (0, 1):
+        written(tiny_llama(seed=seed), file, "F32", tokens=LETTERS)
+        with opened(file, tokenizer=None) as model:
+            seen.append(tokens_of(model))
+    assert parsed == [str(file)] * 2 and seen[0] != seen[1]
+
+
+@pytest.mark.filterwarnings("ignore::specdec.SpecdecWarning")
+def test_the_package_gguf_stays_as_it_is(folder: Path) -> None:
+    before = dict(vars(gguf))
+    with parsed_once(folder / "tiny.Q8_0.gguf", None):
+        assert gguf.GGUFReader is not before["GGUFReader"]
+        first = parsed_once(folder, None)  # of another thread, which ends later
+        first.__enter__()
+    first.__exit__(None, None, None)
+    assert dict(vars(gguf)) == before
+    with pytest.raises(RuntimeError), parsed_once(folder, None):
+        raise RuntimeError
+    with parsed_once("owner/name", None), parsed_once(tiny_llama(), None):
+        assert dict(vars(gguf)) == before
+    opened(folder).close()
+    assert dict(vars(gguf)) == before

@@ -19,6 +19,7 @@ from fakes import (
     free_everywhere,
     guests_of,
     late_pages,
+    launch_ahead,
     random_prompts,
     scheduler_of,
     table_head,
@@ -618,6 +619,7 @@ def test_what_cannot_be_opened_is_not_replaced_by_another_transport() -> None:
 def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a stop string has ended is in the launched round; its pages are free, and are given to who comes."""
     p, d = eagle3(), eagle3(max_num_seqs=4, max_num_batched_tokens=40)
+    launch_ahead(d)
     if planted:
         monkeypatch.setattr(guests_of(d), "may_fill", lambda number: True)
     (text,) = (c.text for c in p.generate(PROMPTS[3], GREEDY))

@@ -105,7 +105,7 @@ def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -
             call(ids)
     with pytest.raises(InvalidInputError, match="one share of the weights"):
         model.refresh()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < SOON
     assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
 
 
@@ -426,7 +426,7 @@ def test_close_ends_the_processes(built_in: Any) -> None:
     assert alive(pids) == pids and len(pids) == 1
     started = time.monotonic()
     built_in.close()
-    assert time.monotonic() - started < 1.5 and alive(pids) == []
+    assert time.monotonic() - started < SOON and alive(pids) == []
     built_in.close()
 
 

@@ -1,14 +1,20 @@
-"""Heads for targets that give no attention heads, and whose layers are not all attention."""
+"""Heads for targets that give no attention heads, and whose layers are not all attention; how a head is measured."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fakes import wrap
 
 from drafters.eagle3.family import new_spec
+from drafters.training.data import answer_set
 from specdec.errors import InvalidInputError
+from specdec.extensions.training import run
 from specdec.extensions.training.run import target_features
+from specdec.requests.stats import RoundRecord
 from tests.hybrids import tiny_hybrid
 
 
@@ -41,3 +47,26 @@ def test_every_boundary_of_a_hybrid_can_be_trained_on() -> None:
     assert torch.equal(states, right) and torch.equal(logits, expected.logits)
     with pytest.raises(InvalidInputError, match=f"aux layers 0 … {layers - 1}"):
         target_features(model, (0, layers))
+
+
+@pytest.mark.parametrize(("asked", "used"), [(96, 96), (2048, 512)])
+def test_the_finished_head_is_measured_with_answers_as_long_as_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: int, used: int
+) -> None:
+    told: list[int] = []
+
+    def generate(prompts: Any, params: Any) -> list[Any]:
+        told.append(params.max_new_tokens)
+        return [SimpleNamespace(stats=SimpleNamespace(rounds=(RoundRecord(2, 1, 2),)))]
+
+    trial = SimpleNamespace(generate=generate)
+    monkeypatch.setattr(run.SpeculativeModel, "from_pretrained", lambda *a, **more: trial)
+    model: Any = SimpleNamespace(
+        hf_model=None,
+        tokenizer=None,
+        backend_name="torch",
+        generation_config_use="auto",
+        config=SimpleNamespace(max_model_len=64),
+    )
+    evaluate = run._evaluation(model, answer_set([[1, 2]], [[3, 4]], 64), 2, lambda head: head, asked)
+    assert evaluate(None) == {"tau": 2.0} and told == [used]

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fakes import tiny_llama
+from rich.console import Console
 
 from specdec.errors import InvalidInputError, OutputError, RunFolderError
-from specdec.extensions.training.run_folder import AnswerStore, Setting, claim, locked
+from specdec.extensions.training.run_folder import (
+    AnswerLimits,
+    AnswerStore,
+    Questions,
+    Setting,
+    answer_prepared,
+    claim,
+    locked,
+)
 from specdec.run_files import check_writable
 from specdec.user_warnings import SpecdecWarning
 from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
@@ -84,15 +97,40 @@ def test_answers_are_read_again_and_damaged_lines_left_out(tmp_path: Path) -> No
     path = tmp_path / "answers.jsonl"
     with AnswerStore(path, "key") as store:
         for index in (2, 0, 1, 3):
-            store.add(index, [index, 7])
+            store.add(f"q{index}", [index, 7])
     lines = path.read_bytes().split(b"\n")
     lines[1] = lines[1].replace(b"7", b"8")  # another token: still JSON
     path.write_bytes(b"\n".join([*lines[:3], b"[]", b"\xff{", lines[3][:-4]]))  # the last was being written
     for damaged, warned in ((3, pytest.warns(SpecdecWarning, match="cut off")), (0, nullcontext())):
         with warned, AnswerStore(path, "key") as store:
-            assert store.answers == {2: [2, 7], 1: [1, 7]} and store.damaged == damaged
+            assert store.answers == {"q2": [2, 7], "q1": [1, 7]} and store.damaged == damaged
     with AnswerStore(path, "another key") as store:
         assert store.answers == {} and store.damaged == 2
+
+
+def asked(*prompts: list[int], digest: str, key: str = "k" * 16) -> Questions:
+    return Questions(list(prompts), [8] * len(prompts), digest, key, AnswerLimits(8, 64))
+
+
+def test_answers_are_kept_by_question_and_not_by_file(tmp_path: Path) -> None:
+    """Another file of questions, with one before the others and one twice, asks for the new one alone, once."""
+    told: list[list[int]] = []
+
+    def generate_iter(prompts: list[list[int]], params: Any) -> Iterator[tuple[int, Any]]:
+        told.extend(prompts)
+        yield from ((i, SimpleNamespace(token_ids=[prompt[0], 9, 9])) for i, prompt in enumerate(prompts))
+
+    model: Any = SimpleNamespace(generate_iter=generate_iter)
+    console = Console(file=io.StringIO())
+    first = answer_prepared(model, asked([1, 2], [3, 4], digest="a"), tmp_path, console)
+    assert told == [[1, 2], [3, 4]] and first.sequence(1).tolist() == [3, 4, 3, 9, 9]
+    told.clear()
+    second = answer_prepared(model, asked([5, 6], [3, 4], [5, 6], digest="b"), tmp_path, console)
+    assert told == [[5, 6]]
+    assert [second.sequence(i).tolist()[2:] for i in range(3)] == [[5, 9, 9], [3, 9, 9], [5, 9, 9]]
+    told.clear()
+    answer_prepared(model, asked([3, 4], digest="a", key="x" * 16), tmp_path, console)  # another target
+    assert told == [[3, 4]]
 
 
 def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
