@@ -117,14 +117,13 @@ class SpeculativeModel:
             dtype: a torch dtype or its name; "auto": the checkpoint's; on a CPU bfloat16, if it is in that and the
                 processor computes in it (AVX512-BF16, AMX), else, and for built-in and quantised ones, float32.
             device: default CUDA if there is one.
-            cpu_linears: weights of linear layers on a CPU: "packed" in oneDNN's layout, their only copy until `close`, or
+            cpu_linears: weights of linear layers on a CPU: "packed" in oneDNN's layout, the only copy until `close`, or
                 "plain". "auto": packed from 32 MiB on, unless the model was loaded before (docs/targets.md).
             tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
             max_num_seqs: most requests in one batch.
             max_waiting_requests: most beside it; a call that would bring more is refused (QueueFullError).
-            max_num_batched_tokens: most tokens of one forward; None: 8192 on a GPU of 40 GiB and more, else 2048, and
-                more where the rows' drafts need it.
+            max_num_batched_tokens: most tokens of one forward; default 8192 on a GPU of 40 GiB and more, else 2048.
             max_num_prefill_tokens: prompt tokens of one in which requests of other calls decode, and wait for it.
             page_size: tokens a page of the KV cache.
             kv_cache_tokens: its size, in tokens of layers that see all; default max_num_seqs full-length requests,
@@ -132,8 +131,8 @@ class SpeculativeModel:
             kv_cache_dtype: "auto" (the model's), or "fp8": 8 bits (e4m3), which changes its tokens a little.
             kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
                 (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
-            recurrent_state_dtype: "float32"; "bfloat16": half the memory, and answers with drafts are then no longer equal
-                to those without (docs/targets.md).
+            recurrent_state_dtype: "float32"; "bfloat16": half the memory, and answers with drafts are no longer those
+                without (docs/targets.md).
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
@@ -150,8 +149,8 @@ class SpeculativeModel:
                 special tokens are added. Drafts read these rows of lm_head alone: docs/how-to/mtp.md.
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
-            lookup_min: tokens of the shortest match that drafts by lookup follow, see docs/lookup.md.
-            lookup_max: tokens up to which matches are compared.
+            lookup_min, lookup_max: tokens of the shortest match that drafts by lookup follow, and up to which matches
+                are compared: docs/lookup.md.
             lookup_shared: look into the texts of ended requests, too.
             generation_config: "model": calls without SamplingParams start from the model's own, as in transformers'
                 `generate`, and are refused where it has what cannot be served. "ignore": only its eos ids apply.
@@ -161,8 +160,8 @@ class SpeculativeModel:
             adapter: of peft, by folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
-            self_test: "cached": test target and head, unless an earlier start did and nothing has changed since; "full":
-                test them; "quick": with short rows alone (docs/targets.md).
+            self_test: "cached": test target and head, unless an earlier start did and nothing has changed since;
+                "full": test them; "quick": with short rows alone (docs/targets.md).
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's).
             revision: branch, tag, commit.
             gguf_file: the GGUF file in a folder or hub model; its path is a target by itself: docs/how-to/gguf.md.
