@@ -27,7 +27,7 @@ _INTRODUCTION = """# Benchmarks
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_first_token
-(starts on a CPU, and transformers'), bench_parallel
+(starts on a CPU, and transformers'), bench_cpu (a model on a CPU beside transformers), bench_parallel
 (several GPUs), bench_mixtures and bench_experts (mixtures of experts), offline/turns (two checkouts in turn),
 bench_draft_vocab and bench_draft_round (fewer tokens to draft on),
 bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head

@@ -14,6 +14,8 @@ STATE_DTYPES = ("float32", "bfloat16")
 """How states of recurrent layers are kept between forwards."""
 KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")
 """Order inside a page of the target's and the head's cache, see `specdec.loading.cache_format.kv_layout`."""
+CPU_LINEARS = ("auto", "packed", "plain")
+"""Weights of linear layers on a CPU, see `specdec.wrapped.linears.why_plain`."""
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 """Drafts of sampled rows: drawn from the head's distribution, or its most probable token. Both are lossless."""
 MAX_NUM_PREFILL_TOKENS = 512

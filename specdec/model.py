@@ -60,6 +60,7 @@ class SpeculativeModel:
         self_test_error: relative logit error of the load-time self-test. self_test: which tests ran.
         twin: the test in specdec/selftest/twin.py.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason. cascade_attention: likewise.
+        plain_linears: why linear layers on a CPU are plain; "" where they are packed.
         group: processes that run the target together. ranks: the same if several, each `hf_model` a share; else None.
         checkpoint: where the target was read from; None for a loaded model without a name. steps: seconds of the start.
         engine: runs the rounds; for tools, on one thread at a time and never during a call on another one.
@@ -78,6 +79,7 @@ class SpeculativeModel:
         self.config, self.checkpoint = parts.config, parts.checkpoint
         self.num_speculative_tokens = parts.config.num_speculative_tokens
         self.generation_config_use, self._prefix_caching = options.generation_config, parts.prefix_caching
+        self.plain_linears = parts.linears
         self.backend_name, self.cascade_attention = parts.backend.name, parts.cascade
         with startup_progress() as self.steps:
             made = assemble(parts, options.cuda_graphs, group)
@@ -112,25 +114,25 @@ class SpeculativeModel:
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
                 CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same
                 tokens with and without speculation; slower, needs CUDA graphs.
-            dtype: "auto" (float32 on a CPU, else the checkpoint's), a torch dtype or its name.
+            dtype: a torch dtype or its name; "auto": the checkpoint's; on a CPU bfloat16, if it is in that and the
+                processor computes in it (AVX512-BF16, AMX), else, and for built-in and quantised ones, float32.
             device: default CUDA if there is one.
+            cpu_linears: weights of linear layers on a CPU: "packed" in oneDNN's layout, the only copy until `close`, or
+                "plain". "auto": packed from 32 MiB on, unless the model was loaded before (docs/targets.md).
             tokenizer: or its folder or hub name; default the target's; needed where that has no name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding changes.
             max_num_seqs: most requests in one batch.
             max_waiting_requests: most beside it; a call that would bring more is refused (QueueFullError).
-            max_num_batched_tokens: most tokens of one forward; None: 8192 on a GPU of 40 GiB and more, else 2048, and
-                more where the rows' drafts need it.
+            max_num_batched_tokens: most tokens of one forward; default 8192 on a GPU of 40 GiB and more, else 2048.
             max_num_prefill_tokens: prompt tokens of one in which requests of other calls decode, and wait for it.
             page_size: tokens a page of the KV cache.
             kv_cache_tokens: its size, in tokens of layers that see all; default max_num_seqs full-length requests,
                 within gpu_memory_utilization, or 1 GiB on a CPU.
-            kv_cache_dtype: "auto" (the model's), or "fp8": the target's in 8 bits (e4m3), which changes its tokens a
-                little, drafted or not.
+            kv_cache_dtype: "auto" (the model's), or "fp8": 8 bits (e4m3), which changes its tokens a little.
             kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
                 (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
-            recurrent_state_dtype: "float32"; "bfloat16", of a target in half precision: recurrent states take half the
-                memory and are rounded where they are stored. With drafts these are other positions, so answers with
-                drafts are no longer equal to those without.
+            recurrent_state_dtype: "float32"; "bfloat16": half the memory, and answers with drafts are no longer those
+                without (docs/targets.md).
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
@@ -141,15 +143,14 @@ class SpeculativeModel:
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster, after a minute's start the
                 first time. "auto": on a GPU; off, with a SpecdecWarning, where capture fails; True: that is an error.
                 Half-precision rounds of different sizes then use different kernels (not with "batch_invariant").
-            mtp_concat: input of a multi-token-prediction module: "embedding_first" or "hidden_first"; "auto": its
-                family's.
+            mtp_concat: input of an MTP module: "embedding_first" or "hidden_first"; "auto": its family's.
             mtp_feedback: input of its next step, "post_norm" or "pre_norm".
             draft_vocab: ids of the tokens that it drafts on (`specdec.draft_vocab_of`), or a JSON file of them; eos and
                 special tokens are added. Drafts read these rows of lm_head alone: docs/how-to/mtp.md.
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
-            lookup_min: tokens of the shortest match that drafts by lookup follow, see docs/lookup.md.
-            lookup_max: tokens up to which matches are compared.
+            lookup_min, lookup_max: tokens of the shortest match that drafts by lookup follow, and up to which matches
+                are compared: docs/lookup.md.
             lookup_shared: look into the texts of ended requests, too.
             generation_config: "model": calls without SamplingParams start from the model's own, as in transformers'
                 `generate`, and are refused where it has what cannot be served. "ignore": only its eos ids apply.
@@ -159,8 +160,8 @@ class SpeculativeModel:
             adapter: of peft, by folder or hub name, for a target given by name.
             merge_adapter: "auto" or True: add the adapter to the weights at loading, as by peft's merge_and_unload; on
                 quantised or shared (tied) weights "auto" runs it live, True is an error. False: live: more launches.
-            self_test: "cached": test target and head, unless an earlier start found them right and nothing has changed
-                since; "full": test them; "quick": likewise, but with short rows alone (docs/targets.md).
+            self_test: "cached": test target and head, unless an earlier start did and nothing has changed since;
+                "full": test them; "quick": with short rows alone (docs/targets.md).
             trust_remote_code: run the checkpoint's Python files (on the hub, anybody's).
             revision: branch, tag, commit.
             gguf_file: the GGUF file in a folder or hub model; its path is a target by itself: docs/how-to/gguf.md.

@@ -32,7 +32,8 @@ class Segment:
         tokens: [b·Q] int64 token rows of the batch (padding repeats the row's last token), or None when the segment
             is the whole batch with equal query lengths.
         real: [n] int64 indices into b·Q of the tokens that are not padding, or None when all are real.
-        slots: [b·S] int64 cache slots of the rows' keys (padding: slot 0).
+        slots: [b·S] int64 cache slots of the rows' keys (padding: slot 0); a slice where they follow one another, as
+            those of a single row do in most rounds, so that nothing is copied.
         mask: [b, 1, G·Q, S] bool, True = visible, for G query heads a KV head; None when everything is visible.
         bias: [b, Hkv, G·Q, S] float32 that logits get by distance; None without ALiBi slopes.
         shape: (b, Q, S).
@@ -40,7 +41,7 @@ class Segment:
 
     tokens: Tensor | None
     real: Tensor | None
-    slots: Tensor
+    slots: Tensor | slice
     mask: Tensor | None
     shape: tuple[int, int, int]
     bias: Tensor | None
@@ -106,7 +107,11 @@ class TorchBuilder:
             bias = self._slopes * (key - place)[:, None, None].astype(np.float32)  # [b, Hkv, G, Q, S]
             bias = self._send(bias.reshape(len(rows), len(self._slopes), -1, num_keys))
         real = None if even else self._send(np.flatnonzero(np.arange(num_queries) < lens[:, None]))
-        return Segment(tokens, real, self._send(slots.reshape(-1)), mask, (len(rows), num_queries, num_keys), bias)
+        flat = slots.reshape(-1)
+        run = slice(int(flat[0]), int(flat[0]) + len(flat))
+        follow = np.array_equal(flat, np.arange(run.start, run.stop))
+        shape = len(rows), num_queries, num_keys
+        return Segment(tokens, real, run if follow else self._send(flat), mask, shape, bias)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -166,10 +166,14 @@ def write(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> N
             pages[slot_mapping // page_size, :, slot_mapping % page_size] = stored
 
 
-def gather(pages: Tensor, slots: Tensor, layout: KVLayout, scale: float = 1.0) -> Tensor:
-    """Read slots (any shape, int64) -> [*slots.shape, Hkv, D], in float32 from a cache in 8 bits."""
+def gather(pages: Tensor, slots: Tensor | slice, layout: KVLayout, scale: float = 1.0) -> Tensor:
+    """Read slots (any shape, int64) -> [*slots.shape, Hkv, D], in float32 from a cache in 8 bits; of a slice a view."""
     raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
-    if layout == "NHD":
+    if isinstance(slots, slice) and layout == "HND":
+        slots = torch.arange(slots.start, slots.stop, device=pages.device)
+    if isinstance(slots, slice):
+        found = raw.view(-1, *pages.shape[2:])[slots]
+    elif layout == "NHD":
         rows = raw.view(-1, *pages.shape[2:]).index_select(0, slots.reshape(-1))
         found = rows.view(*slots.shape, *rows.shape[1:])
     else:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_PACKED = "PackedWeight"
+"""Of specdec: a class of plain matrices in another order of memory."""
 _EXPERTS = "Mxfp4GptOssExperts"
 """transformers' class of experts in MXFP4, whose matrices are no parameters but objects of its kernels' package."""
 _PACKED_EXPERTS = (_EXPERTS, "Mxfp4Experts")
@@ -37,12 +39,12 @@ def computes_plainly(layer: nn.Module) -> bool:
 
 def is_plain_weight(weight: Any) -> bool:
     """Whether a parameter is a plain matrix of floating-point numbers of 16 bits or more, with its own storage."""
-    return (
-        type(weight) in _PLAIN_TENSORS
-        and type(weight.data) is Tensor
-        and weight.is_floating_point()
-        and weight.element_size() > _NARROW
-    )
+    return _is_plain(weight) and weight.is_floating_point() and weight.element_size() > _NARROW
+
+
+def _is_plain(tensor: Any) -> bool:
+    kind = type(tensor)
+    return (kind in _PLAIN_TENSORS and type(tensor.data) is Tensor) or kind.__name__ == _PACKED
 
 
 def is_quantised(layer: nn.Module) -> bool:
@@ -56,7 +58,7 @@ def is_quantised(layer: nn.Module) -> bool:
         return False
     if any(getattr(layer, name, None) is not None for name in _MARKS):
         return True
-    made_of_others = (type(t.data) is not Tensor for t in own)
+    made_of_others = (type(t.data) is not Tensor and not _is_plain(t) for t in own)
     packed = (t.element_size() <= _NARROW and t.dtype is not torch.bool for t in own if type(t.data) is Tensor)
     return any(chain(made_of_others, packed))
 
@@ -76,7 +78,7 @@ def runs_plainly(layer: nn.Module) -> bool:
 
 def memory_of(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor's values lie in: itself, or those that a tensor subclass is made of."""
-    if type(tensor) in _PLAIN_TENSORS:
+    if type(tensor) in _PLAIN_TENSORS or type(tensor).__name__ == _PACKED:
         yield tensor
         return
     flatten = getattr(tensor.data, "__tensor_flatten__", None)

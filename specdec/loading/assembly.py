@@ -36,6 +36,7 @@ from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
 from specdec.wrapped.group import Group
+from specdec.wrapped.linears import pack_linears
 from specdec.wrapped.probing import TargetProbe
 from specdec.wrapped.settings import Settings
 from specdec.wrapped.target import Target
@@ -54,6 +55,7 @@ class Parts:
         tokenizer: the given one, else the target's; None without one.
         config: sizes and limits; with prefix caching if possible.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
+        linears: why linear layers on a CPU stay as they are; "" where they are packed.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
         cache_tokens: tokens of the KV cache. cache_bytes: bytes of all caches and the states of recurrent layers.
         states: of recurrent layers; None without any.
@@ -68,6 +70,7 @@ class Parts:
     config: EngineConfig
     format: KVFormat
     layout: KVLayout
+    linears: str
     prefix_caching: str
     cascade: str
     cache_tokens: int
@@ -170,6 +173,9 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
             pages = CacheGroup("head", specs, config.num_head_pages, config.page_size, parts.layout)
             runner = GroupRunner(parts.backend, pages, probed.model.dtype, probed.model.device)
             drafter = Drafter(head, loop, runner)
+        if not parts.linears and choice.reason:
+            log.info("packing the weights of linear layers")
+            pack_linears((probed.model, head), target.alterations)
         return _checked(target, drafter, parts, choice)
 
 

@@ -18,6 +18,7 @@ from specdec.options.generation_config import named, sampling_of_model, unsuppor
 from specdec.values import Json
 from specdec.wrapped.changes import adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import tokens_fingerprint
+from specdec.wrapped.linears import linears_in_words
 
 if TYPE_CHECKING:
     from attention.recurrence.runner import StateRunner
@@ -56,6 +57,7 @@ def facts_of(model: Any) -> Json:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
+        "linears": linears_in_words(model.hf_model, model.plain_linears),
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),

@@ -56,6 +56,7 @@ from specdec.selftest.kept import fingerprint, self_test_of
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
 from specdec.wrapped.group import Group
+from specdec.wrapped.linears import why_plain
 from specdec.wrapped.long_rope import find_long_rope
 from specdec.wrapped.probing import TargetProbe, probe_target
 
@@ -92,10 +93,12 @@ def load_parts(
     group.check_target(probed)
     name_what_is_left_out(probed)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
+    given = isinstance(target, PreTrainedModel)
+    linears = why_plain(options.cpu_linears, model, given, group.size == 1)
     log.info("loading the head")
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
-    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras, linears)
     named = (target, draft or "", options.tokenizer or "")
     by_name = group.size == 1 and all(isinstance(each, (str, Path)) for each in named)
     tests = self_test_of(options.self_test, fingerprint_of(parts, options) if by_name else None)
@@ -190,6 +193,7 @@ def _sized(
     group: Group,
     lookup: bool,
     more_extras: MakeExtras,
+    linears: str,
 ) -> Parts:
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device, page_size = probed.model.device, options.page_size
@@ -227,6 +231,7 @@ def _sized(
         config,
         format,
         kv_layout(options.kv_cache_layout, backend),
+        linears,
         prefix_caching,
         cascade,
         first.tokens,

@@ -167,18 +167,35 @@ def resolve_device(device: Any) -> torch.device:
     raise InvalidInputError(f"device={short(device)}: {reason}; allowed are cpu{present}")
 
 
-def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
-    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+def resolve_dtype(dtype: Any) -> torch.dtype | str:
+    """A torch dtype, or "auto".
 
     Raises:
         InvalidInputError: no dtype of models.
     """
     if isinstance(dtype, str) and dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return dtype
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
         raise InvalidInputError(f"dtype={short(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
     return found
+
+
+def dtype_on(device: torch.device, config: PreTrainedConfig, plain: bool) -> torch.dtype | str:
+    """What "auto" is: on a GPU the checkpoint's own dtype; on a CPU bfloat16, if that is the checkpoint's and the
+    processor multiplies it, else float32, which a line of the log says where it is not the checkpoint's.
+
+    plain: whether it is for users' own weights that are not quantised; others are in float32 on a CPU.
+    """
+    if device.type != "cpu":
+        return "auto"
+    own = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if plain and native and own == torch.bfloat16:
+        return torch.bfloat16
+    if own != torch.float32:
+        log.info("the weights are stored in %s and computed in float32", own, extra={"aside": True})
+    return torch.float32
 
 
 def load_target(
@@ -206,6 +223,8 @@ def load_target(
         found = auto_class(config)
         stored = packed or stored_quantisation(config)
         method = check_quantisation(stored)
+        if dtype == "auto":
+            dtype = dtype_on(device, config, method is None and not checkpoint.builtin)
         place = placed_at(method, device)
         if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # the name of another file
             check_weight_files(Path(checkpoint.path))
@@ -340,7 +359,7 @@ def open_target(
     check_target_type(target)
     if not isinstance(target, PreTrainedModel):
         place = resolve_device(options.device)
-        kind = resolve_dtype(options.dtype, place)
+        kind = resolve_dtype(options.dtype)
         found = find_checkpoint(target, options.revision, options.trust_remote_code, gguf_file=options.gguf_file)
         checkpoint = with_adapter(found, options.adapter, options.merge_adapter)
         model, quantisation = load_target(checkpoint, kind, place, on_config, group)

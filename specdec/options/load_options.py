@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 from attention.backends.kinds import KINDS
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import (
+    CPU_LINEARS,
     DRAFT_SAMPLING,
     KV_CACHE_DTYPES,
     KV_CACHE_LAYOUTS,
@@ -91,6 +92,9 @@ class LoadOptions:
     backend: str = _option("auto", Choice(KINDS.keys()), "Attention kernels.")
     dtype: str | torch.dtype = _option("auto", Kind(), "auto, float32, bfloat16 or float16.")
     device: str | torch.device | None = _option(None, Kind(), "cpu, cuda, cuda:1, …; default: CUDA if there is one.")
+    cpu_linears: str = _option(
+        "auto", Choice(CPU_LINEARS), "Linear layers on a CPU: packed for oneDNN, or plain; auto: packed where faster."
+    )
     tokenizer: Any = _option(None, Kind(), "Folder or hub name (default: the target's own).")
     max_model_len: int | None = _option(None, Whole(1), "Most tokens of one request.")
     max_num_seqs: int = _option(32, Whole(1), "Most requests at once.")

@@ -19,6 +19,7 @@ from attention.hf.weights import dense_weight
 from drafters.base import DraftsOnSome
 from specdec.errors import InvalidInputError
 from specdec.interrupts import interrupts_as_they_are
+from specdec.ops.packed_weight import PackedWeight
 from specdec.selftest.selftest import self_test
 from specdec.torch_state import own_torch_state
 from specdec.values import short
@@ -45,6 +46,9 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
         model._live.check()
         model.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
         change()
+        for weight in model.hf_model.parameters():
+            if isinstance(weight, PackedWeight):
+                weight.matrix.pack()
         head, output = model.head, model.hf_model.get_output_embeddings()
         if isinstance(head, DraftsOnSome) and head.draft_rows is not None and (now := dense_weight(output)) is not None:
             head.renew_draft_rows(now)

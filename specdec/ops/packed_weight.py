@@ -1,0 +1,158 @@
+"""Weights of linear layers on a CPU in the layout in which oneDNN reads them.
+
+A product of a few rows takes as long as reading the weight. In rows of memory a weight is read again for every row or
+two, or copied into oneDNN's blocks at every call. Laid out in blocks beforehand, it is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_map_only
+
+from specdec.errors import ModelChangedError
+
+ONEDNN = torch.ops.mkldnn
+FEWEST_ROWS = 4
+"""In float32 fewer input rows are filled up with zeros to so many. CPU ms of all layers of a model of 135M weights but
+its lm_head, one thread of an AMD EPYC 9004: 35, 38, 28 with 1, 2, 3 rows, 27 with 4; in bfloat16 17, 18, 16, 15."""
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ALONE = 2
+"""torch's count of a storage that one tensor holds, while it is counted."""
+
+
+class Matrix:
+    """Weights of layers that read one input, [sum of O, I] in one piece of memory.
+
+    Attributes:
+        memory: them, in oneDNN's blocks or plainly. packed: whether in blocks. sizes: rows of each layer's.
+    """
+
+    def __init__(self, weights: list[Tensor], tied: bool) -> None:
+        """tied: the one weight is an embedding as well, and stays plain memory, which oneDNN reads as it is."""
+        self.memory, self.sizes = torch.cat(weights), [len(weight) for weight in weights]
+        self.packed, self._tied = False, tied
+        self._last: tuple[Tensor, int, tuple[Tensor, ...], set[int]] | None = None
+        self.pack()
+
+    def pack(self) -> None:
+        """Lay it out in blocks, unless somebody else has a view of its memory: what they write would be lost."""
+        if self.packed or self._tied:
+            return
+        if torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) == _ALONE:
+            with torch.inference_mode(False):
+                self.memory, self.packed = ONEDNN._reorder_linear_weight(self.memory), True
+
+    def read(self) -> Tensor:
+        """Its values, in memory that may be its own."""
+        return self.memory.to_dense() if self.packed else self.memory
+
+    def unpack(self) -> Tensor:
+        """Its memory, plain from now on, for those who write to it or keep views of it."""
+        self.memory, self.packed = self.read(), False
+        return self.memory
+
+    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., I], bias [sum of O] or None -> x · weightᵀ + bias [..., sum of O]."""
+        count = x.shape[-2]
+        few = self.packed and x.dtype is torch.float32 and 0 < count < FEWEST_ROWS and x.numel() == count * x.shape[-1]
+        found: Tensor = ONEDNN._linear_pointwise(
+            F.pad(x, (0, 0, 0, FEWEST_ROWS - count)) if few else x, self.memory, bias, "none", [], ""
+        )
+        return found[..., :count, :] if few else found
+
+    def part(self, x: Tensor, place: int) -> Tensor:
+        """One layer's part of x · weightᵀ, which is computed for all layers at the first one's call with an input.
+
+        Each of them gets it once, of the same unchanged tensor.
+        """
+        last, writes = self._last, 0 if x.is_inference() else x._version
+        if last is None or last[0] is not x or last[1] != writes or place not in last[3]:
+            found = self.times(x, None).split(self.sizes, -1)
+            last = self._last = x, writes, found, set(range(len(found)))
+        last[3].remove(place)
+        if not last[3]:
+            self._last = None  # it may be large
+        return last[2][place]
+
+
+class PackedWeight(Tensor):
+    """A layer's rows of a `Matrix` in place of its weight: a linear layer multiplies by them as they are laid out.
+
+    Other functions read a plain copy; for those that write or make views the matrix becomes plain memory, by which
+    layers multiply more slowly, until it is packed again.
+    """
+
+    matrix: Matrix
+    place: int
+
+    @staticmethod
+    def __new__(cls, matrix: Matrix, place: int, like: Tensor) -> PackedWeight:
+        """like: a tensor of its shape and dtype."""
+        make: Any = Tensor._make_wrapper_subclass
+        with torch.inference_mode(False):  # torch counts writes to it
+            made: PackedWeight = make(cls, like.shape, dtype=like.dtype, device="cpu")
+        made.matrix, made.place = matrix, place
+        return made
+
+    def plain(self) -> Tensor:
+        """A copy as a plain tensor; of a tied weight its own memory."""
+        return self.matrix.read().split(self.matrix.sizes)[self.place]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        found = self.plain().clone()
+        return memo.setdefault(id(self), nn.Parameter(found, self.requires_grad))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.__deepcopy__({}))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and (found := _product(*args)) is not None:
+            return found
+        if func == _SET_DATA:
+            return _replaced(*args)
+        with DisableTorchFunctionSubclass():  # else every result would be of this class
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return PackedWeight(args[0].matrix, args[0].place, args[0])
+        plain: dict[int, PackedWeight] = {}
+
+        def read(weight: PackedWeight) -> Tensor:
+            if func.is_view or func._schema.is_mutable:
+                weight.matrix.unpack()
+            found = weight.plain()
+            plain[id(found)] = weight
+            return found
+
+        args, kwargs = tree_map_only(PackedWeight, read, (args, kwargs or {}))
+        return tree_map_only(Tensor, lambda found: plain.get(id(found), found), func(*args, **kwargs))
+
+
+def _product(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    """x · weightᵀ + bias; None where gradients are recorded, or of an input that oneDNN does not take."""
+    if torch.is_grad_enabled() or type(weight) is not PackedWeight or x.dtype != weight.dtype or x.dim() < 2:
+        return None
+    matrix = weight.matrix
+    return matrix.times(x, bias) if len(matrix.sizes) == 1 else matrix.part(x, weight.place)
+
+
+def _replaced(weight: PackedWeight, values: Tensor) -> None:
+    """`weight.data = values`: written in place. Raises ModelChangedError: they have another dtype or device."""
+    if values.dtype != weight.dtype or values.device != weight.device:
+        raise ModelChangedError(
+            f"weights in oneDNN's layout stay {weight.dtype} on a CPU, given are {values.dtype} on {values.device}; "
+            "close the SpeculativeModel before, or load with cpu_linears='plain'"
+        )
+    with torch.no_grad():
+        weight.copy_(values)

@@ -1,0 +1,141 @@
+"""Linear layers on a CPU: whether their weights are laid out for oneDNN, and laying them out in their only copy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attention.hf.weights import computes_plainly, model_bytes
+from specdec.errors import InvalidInputError
+from specdec.ops.packed_weight import ONEDNN, Matrix, PackedWeight
+from specdec.wrapped.alterations import Alterations
+
+_FEWEST_BYTES = 2**25
+"""Weights of fewer bytes stay in a processor's cache, where laying them out gains nothing."""
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that read one tensor, by their names in transformers' models. Where they do not, each is computed alone."""
+_Packed = tuple[nn.Parameter, Any, list[nn.Module]]
+"""A user's parameter, what is in its place, and in which layers."""
+
+
+def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bool) -> str:
+    """Why linear layers stay as they are, in words; "" where they are packed.
+
+    loaded_before: by the user, who may hold the parameters. alone: whether one process runs the model.
+
+    Raises:
+        InvalidInputError: "packed", and that is impossible.
+    """
+    reason = _impossible(model, alone)
+    if asked == "packed" and reason:
+        raise InvalidInputError(f"cpu_linears='packed': {reason}; give 'auto' or 'plain'")
+    if reason or asked == "packed":
+        return reason
+    if asked == "plain":
+        return "cpu_linears='plain'"
+    if loaded_before:
+        return "the model was loaded before, and its parameters may be used elsewhere"
+    if not torch.cpu._is_avx2_supported():
+        return "not measured on processors without AVX2"
+    return "" if model_bytes(model) >= _FEWEST_BYTES else f"the weights take less than {_FEWEST_BYTES >> 20} MiB"
+
+
+def _impossible(model: PreTrainedModel, alone: bool) -> str:
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}, not on a CPU"
+    if not alone:
+        return "the model is divided among processes"
+    return "" if model.dtype in _dtypes() else f"oneDNN takes no {model.dtype} on this processor"
+
+
+def _dtypes() -> list[torch.dtype]:
+    """Dtypes of weights that oneDNN lays out."""
+    if not torch.backends.mkldnn.is_available():
+        return []
+    return [torch.float32, *([torch.bfloat16] if ONEDNN._is_mkldnn_bf16_supported() else [])]
+
+
+def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
+    """Lay out the weights of the linear layers of a target and its head, in place of the plain ones until it is undone.
+
+    parts: those that are modules have weights.
+    """
+    roots = [part for part in parts if isinstance(part, nn.Module)]
+    done: list[_Packed] = []
+    alterations.on_undo(partial(_restore, done))
+    for root in roots:
+        alterations.on_undo(root.register_state_dict_post_hook(_plain_state).remove)
+    modules = [module for root in roots for module in root.modules()]
+    # Heads have a weight of the target among their buffers.
+    held = {b.untyped_storage().data_ptr() for m in modules for b in m._buffers.values() if type(b) is Tensor}
+    for group in _groups(modules, held):
+        owns, tied = [own for own, _ in group], len(group[0][1]) > 1
+        matrix = Matrix([own.data for own in owns], tied)
+        for place, (own, layers) in enumerate(group):
+            packed = nn.Parameter(PackedWeight(matrix, place, own), own.requires_grad)
+            done.append((own, packed, layers))
+            _put(packed, own, layers)
+            own.data = matrix.memory if tied else own.data.new_empty(0)
+    for weight in {p for module in modules for p in module._parameters.values() if type(p) is nn.Parameter}:
+        if weight.untyped_storage().data_ptr() not in held:
+            weight.data = weight.data.clone()  # else a file stays mapped for what is left of it
+
+
+def _groups(modules: list[nn.Module], held: set[int]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
+    """Weights that one linear layer reads, perhaps beside an embedding, with these modules; siblings' together.
+
+    held: memory that somebody else reads, too.
+    """
+    readers = defaultdict(list)
+    for module in dict.fromkeys(modules):
+        readers[module._parameters.get("weight")].append(module)
+    found, dtypes = [], _dtypes()
+    for parent in dict.fromkeys(modules):
+        free: dict[str, tuple[nn.Parameter, list[Any]]] = {}
+        for name, layer in parent.named_children():
+            if not computes_plainly(layer) or type(weight := layer.weight) is not nn.Parameter:
+                continue
+            layers = readers.pop(weight, [])  # once: a layer may have several parents
+            alone = layers and all(each is layer or type(each) is nn.Embedding for each in layers)
+            if alone and weight.dtype in dtypes and weight.untyped_storage().data_ptr() not in held:
+                free[name] = weight, layers
+        for names in _SIBLINGS:
+            if all(name in free and free[name][1][0].bias is None for name in names):
+                found.append([free.pop(name) for name in names])
+        found += [[each] for each in free.values()]
+    return found
+
+
+def _put(weight: nn.Parameter, before: nn.Parameter, layers: list[nn.Module]) -> None:
+    """Give a weight to layers that have the one before."""
+    for layer in layers:
+        if layer._parameters.get("weight") is before:
+            layer._parameters["weight"] = weight
+
+
+def _restore(done: list[_Packed]) -> None:
+    """Give the layers their own parameters, with the current values."""
+    for own, packed, layers in done:
+        own.data, own.grad = packed.plain().clone(), packed.grad
+        _put(own, packed, layers)
+
+
+def _plain_state(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:
+    """A hook of `state_dict`: plain tensors, but for those who ask for the parameters themselves."""
+    for name, value in state.items():
+        if isinstance(value, PackedWeight) and not isinstance(value, nn.Parameter):
+            state[name] = value.plain()
+
+
+def linears_in_words(model: PreTrainedModel, reason: str) -> str:
+    """How the linear layers of a target run. reason: see `why_plain`."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    by_onednn = [weight.matrix.packed for weight in weights if isinstance(weight, PackedWeight)]
+    counts = f"{len(by_onednn)} of {len(weights)} by oneDNN, {sum(by_onednn)} in its layout"
+    return counts if by_onednn else f"plain: {reason}"
