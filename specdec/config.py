@@ -18,6 +18,9 @@ CPU_LINEARS = ("auto", "packed", "plain")
 """Weights of linear layers on a CPU, see `specdec.wrapped.linears.why_plain`."""
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 """Drafts of sampled rows: drawn from the head's distribution, or its most probable token. Both are lossless."""
+SAMPLING = ("rejection", "keyed")
+"""How sampled tokens are drawn: drafts are accepted by the ratio of probabilities, else the token is drawn again; or
+by noise that the token's position alone decides, which no draft changes. Both are lossless."""
 MAX_NUM_PREFILL_TOKENS = 512
 """From some 200 tokens on a forward takes time by the token, so larger chunks hardly give more tokens a second. In a
 simulation with measured rounds of an H200 (simulate_serving in commit 62c2095: Llama-3.1-8B shape, K=3), a round of 16
@@ -57,7 +60,8 @@ class EngineConfig:
         max_model_len: most positions of one request. max_num_seqs: most requests in one batch (B).
         max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.
         page_size: tokens a page. num_pages: pages of the target's first group, the null page included.
-        seed: randomness of requests without a seed of their own. draft_sampling: see `DRAFT_SAMPLING`.
+        seed: randomness of requests without a seed of their own. draft_sampling: see `DRAFT_SAMPLING`. sampling: see
+            `SAMPLING`.
         max_num_prefill_tokens: most prompt tokens of a target forward in which rows of other calls decode: it bounds
             how much longer prompts make the time between two tokens of those rows. Where only rows of the prompts' own
             call decode, or none, `max_num_batched_tokens` holds.
@@ -77,6 +81,7 @@ class EngineConfig:
     num_pages: int
     seed: int = 0
     draft_sampling: str = "probabilistic"
+    sampling: str = "rejection"
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
@@ -100,8 +105,18 @@ class EngineConfig:
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether drafts of sampled rows are drawn from the head's distribution; else each is its arg max."""
-        return self.draft_sampling == "probabilistic"
+        """Whether drafts of sampled rows are drawn from the head's distribution, which acceptance then reads."""
+        return self.draft_sampling == "probabilistic" and not self.keyed
+
+    @property
+    def keyed(self) -> bool:
+        """Whether sampled tokens follow from noise that is keyed by position, see `specdec.requests.noise`."""
+        return self.sampling == "keyed"
+
+    @property
+    def keys_drafts(self) -> bool:
+        """Whether drafts of sampled rows do, too; else each is its distribution's arg max."""
+        return self.keyed and self.draft_sampling == "probabilistic"
 
     @property
     def num_head_pages(self) -> int:

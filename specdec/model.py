@@ -154,6 +154,8 @@ class SpeculativeModel:
             lookup_shared: look into the texts of ended requests, too.
             generation_config: "model": calls without SamplingParams start from the model's own, as in transformers'
                 `generate`, and are refused where it has what cannot be served. "ignore": only its eos ids apply.
+            sampling: "rejection", or "keyed": a sampled token follows from its seed and position alone, whatever K and
+                head are, in float32 and with "batch_invariant". More drafts are rejected (docs/concepts/exactness.md).
             draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
             tensor_parallel_size: N GPUs of this machine (on a CPU, processes) that share the target: docs/parallel.md.
             seed: of requests without one, 64 bits.

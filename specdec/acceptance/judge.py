@@ -12,6 +12,7 @@ from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.greedy_rows import greedy_ids
+from specdec.requests.noise import perturbed
 from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
 
@@ -43,6 +44,26 @@ def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
         return draw(q, uniforms[:, step]), q
 
     return choose
+
+
+def choose_keyed(sampling: DeviceSampling, num_rows: int, target_ids: Tensor) -> Choose:
+    """Drafts by the noise of their tokens' positions: the token itself, wherever the head's distribution is the
+    target's."""
+    rows = torch.arange(num_rows, device=target_ids.device)
+    tensors, seeds = sampling.tensors.rows(rows), sampling.seed[:num_rows]
+
+    def choose(step: int, logits: Tensor) -> tuple[Tensor, None]:
+        return greedy_ids(perturbed(logits, tensors, seeds[:, step], target_ids)), None
+
+    return choose
+
+
+def keyed_ids(logits: Tensor, index: Tensor, sampling: DeviceSampling) -> Tensor:
+    """The tokens [J, n+1] that the noise of their positions decides. index: [J, n+1] rows of logits."""
+    rows, width = index.shape
+    owner = torch.arange(rows, device=logits.device).repeat_interleave(width)
+    seeds = sampling.seed[:, :width].reshape(-1)
+    return greedy_ids(perturbed(logits[index.reshape(-1)], sampling.tensors.rows(owner), seeds)).view(rows, width)
 
 
 def in_order(draft: Draft | None, round_: DeviceRound) -> Draft | None:
@@ -80,7 +101,11 @@ def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: Draft
         return judge_greedy(greedy_ids(logits), round_, draft)
     num_rows, width = round_.logit_index.shape
     drafts = _every_row(draft, num_rows, width - 1, logits.device)
-    result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
+    if round_.sampling.seed is None:
+        result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
+    else:
+        ids = keyed_ids(logits, round_.logit_index, round_.sampling)
+        result = accept_greedy(drafts, round_.num_drafts, ids)
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 

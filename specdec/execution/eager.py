@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.loops.base import Draft, DraftInput
+from drafters.loops.base import Choose, Draft, DraftInput
 from specdec.acceptance.judge import (
     DraftVocab,
     choose_greedy,
+    choose_keyed,
     choose_sampled,
     fill_drafts,
     filled_drafts,
@@ -34,7 +35,8 @@ class EagerExecutor:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self._draws, self._extras, self._adjusting = config.draws_drafts, config.extras, adjusting(config.extras)
+        self._draws, self._keys = config.draws_drafts, config.keys_drafts
+        self._extras, self._adjusting = config.extras, adjusting(config.extras)
         self.drafter = drafter
         device = target.hf_model.device
         self.transfers = 0
@@ -57,13 +59,12 @@ class EagerExecutor:
         if sent is None or sent.draft is None or drafter is None:
             return None
         sampling = sent.verification.sampling
-        drawn = sampling if self._draws else None
-        choose = (
-            choose_greedy
-            if drawn is None
-            else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
-        )
-        vocab = self._vocab
+        vocab, rows = self._vocab, round_.target.num_drafting - round_.target.num_arrived
+        choose: Choose = choose_greedy
+        if sampling is not None and self._draws:
+            choose = choose_sampled(sampling, rows)
+        elif sampling is not None and self._keys and vocab is not None:
+            choose = choose_keyed(sampling, rows, vocab.target_ids)
         if vocab is not None and any(round_.target.extras):
             choose = limited(self._extras, round_.target.extras, choose, vocab.target_ids, vocab.size)
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)

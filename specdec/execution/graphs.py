@@ -107,7 +107,7 @@ class GraphExecutor:
         self._query_len = fixed.num_speculative_tokens + 1  # drafts that the host knows have rounds of any shape
         rows, self._nobody = graph_rows(config.max_num_seqs, self._query_len), empty_target(fixed)
         self._sizes, self._sent = rows[::-1], 0
-        self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device)
+        self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device, config.keyed)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
         self._passes = passes = PrefillPasses.of(drafter.loop if drafter is not None and drafting else None)
@@ -143,7 +143,7 @@ class GraphExecutor:
         target = self._target
         self._loop = loop = _fixed_form(target, drafter, config)
         self._steps = {n: loop.steps(fixed_shape(config, step_rows(n))) for n in rows}
-        if config.draws_drafts:
+        if config.draws_drafts or config.keys_drafts:
             self._drawn = SampledDrafts(drafter.head, loop, self._sampling.device, target.vocab_size)
         own = self._pool, self._compiling, target.group
         self._prefill = RaggedPrefill(loop, self._passes, drafter.runner, config, *own)

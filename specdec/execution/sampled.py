@@ -14,8 +14,12 @@ from torch import Tensor
 from drafters.base import Head
 from drafters.loops.base import Chosen, FixedLoop
 from drafters.loops.head_passes import target_ids_of
+from specdec.acceptance.accept import accept_greedy
+from specdec.acceptance.judge import keyed_ids
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
+from specdec.ops.greedy_rows import greedy_ids
+from specdec.requests.noise import perturbed
 from specdec.rounds.transfer import DeviceSampling
 
 
@@ -44,6 +48,9 @@ class SampledDrafts:
         num_accepted: with draft 1, [R] int64 of any stride, on the device: accepted drafts of the last verification.
             Rows of `chosen` that are not among these are greedy.
         """
+        if self._sampling.seed is not None:
+            self._choose_keyed(step, chosen, num_accepted)
+            return
         rows = len(chosen.ids)
         sampling, logits = self._sampling.first(rows), self._kept(chosen.logits)[:rows, step]
         kept = None if num_accepted is None else self._accepted
@@ -58,19 +65,35 @@ class SampledDrafts:
             places=DraftPlaces(logits, self._drafts[:rows, step], self._target_ids, kept),
         )
 
+    def _choose_keyed(self, step: int, chosen: Chosen, num_accepted: Tensor | None) -> None:
+        """By the noise of the drafts' positions: the acceptance then needs nothing of what they were drawn from."""
+        rows = len(chosen.ids)
+        if num_accepted is not None:
+            self._accepted[: len(num_accepted)] = num_accepted
+        sampling, seeds = self._sampling.first(rows), self._sampling.seed
+        at = (self._accepted[:rows] + step + 1).clamp(max=seeds.shape[1] - 1)
+        scores = perturbed(chosen.logits, sampling.tensors, seeds[:rows].gather(1, at[:, None])[:, 0], self._target_ids)
+        ids = greedy_ids(scores)  # of greedy rows as before
+        chosen.ids.copy_(ids)
+        self._drafts[:rows, step] = ids if self._target_ids is None else self._target_ids[ids]
+
     @property
     def in_half_precision(self) -> bool:
         """Whether logits are kept in less than float32."""
         return self._logits is not None and self._logits.dtype != torch.float32
 
     def kept(self, place: int, count: int) -> dict[str, Tensor]:
-        """Copies of the logits [count, Vd] and statistics [count, 4] from which a row's first drafts were drawn."""
-        assert self._logits is not None
+        """Copies of the logits [count, Vd] and statistics [count, 4] from which a row's first drafts were drawn; none
+        where they are keyed."""
+        if self._logits is None:
+            return {}
         stats = self._filtered.stats[place, :count]
         return {"draft_logits": self._logits[place, :count].clone(), "draft_stats": stats.clone()}
 
     def keep(self, place: int, tensors: Mapping[str, Tensor], count: int, temperature: float) -> None:
         """Store what `kept` returns, of drafts made elsewhere; "draft_probs" become logits that no filter changes."""
+        if self._sampling.seed is not None:
+            return
         if "draft_probs" in tensors:
             q = tensors["draft_probs"][:count]
             logits, peak = temperature * q.log(), q.amax(1)
@@ -117,6 +140,11 @@ def decide_sampled(
         logits: [T, V]; greedy: [T] int64 their arg max; index: [J, n+1] int64 into them.
         num_drafts: [J]. sampling: parameters of J rows, for n drafts or more. proposal: None if every draft was greedy.
     """
+    if sampling.seed is not None:
+        decided = accept_greedy(result.drafts, num_drafts, keyed_ids(logits, index, sampling))
+        again = PackedResult.pack(decided.num_accepted, decided.next_token, result.drafts)
+        result.packed.copy_(torch.where((sampling.tensors.temperature == 0)[:, None], result.packed, again.packed))
+        return
     rows = index.reshape(-1)
     filtered = Filtered.empty(len(rows), device=logits.device)
     filter_rows(logits, greedy, sampling.tensors, filtered, index=rows)

@@ -208,7 +208,8 @@ def _sized(
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
     pools = divide_cache(options.kv_cache_tokens, device, pools, rows, options.gpu_memory_utilization, states, scores)
     pools = filled(pools, group.least([pool.tokens for pool in pools]))  # their schedules must be the same
-    greedy = head is not None and options.cuda_graphs is not False and isinstance(backend, GraphBackend)
+    graphs = options.cuda_graphs is not False and isinstance(backend, GraphBackend)
+    greedy = head is not None and graphs and options.sampling != "keyed"
     extras = tuple(_extras(probed, rows, options, lookup, greedy))
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
@@ -248,6 +249,7 @@ def _config(rows: Rows, pools: Pools, extras: tuple[RoundExtra, ...], options: L
         windowed=windowed_pools(pools, rows.page_size),
         seed=options.seed,
         draft_sampling=options.draft_sampling,
+        sampling=options.sampling,
         max_num_prefill_tokens=options.max_num_prefill_tokens,
         extras=extras,
         max_waiting_requests=options.max_waiting_requests,

@@ -23,6 +23,7 @@ from specdec.config import (
     KV_CACHE_DTYPES,
     KV_CACHE_LAYOUTS,
     MAX_NUM_PREFILL_TOKENS,
+    SAMPLING,
     SEEDS,
     STATE_DTYPES,
 )
@@ -178,6 +179,12 @@ class LoadOptions:
             "transformers.GenerationConfig is given to generate(prompts, config)",
         ),
         "ignore: of the model's own generation_config (penalties, stop strings, …) only the eos ids apply.",
+    )
+    sampling: str = _option(
+        "rejection",
+        Choice(SAMPLING),
+        "keyed: noise of its position decides a sampled token, so that K and head change none.",
+        _NO_TRAINING,
     )
     draft_sampling: str = _option(
         "probabilistic",

@@ -307,9 +307,9 @@ def fixed_target(config: EngineConfig, rows: int, passes: PrefillPasses, device:
 class FixedSampling:
     """The sampling parameters of rounds that run from graphs, at addresses that do not change."""
 
-    def __init__(self, rows: int, num_drafts: int, device: torch.device) -> None:
-        """rows: the most there can be; num_drafts: K."""
-        self._section = SamplingSection(ahead=True)
+    def __init__(self, rows: int, num_drafts: int, device: torch.device, keyed: bool = False) -> None:
+        """rows: the most there can be; num_drafts: K. keyed: see `EngineConfig.sampling`."""
+        self._section = SamplingSection(True, keyed)
         sizes = target_sizes(rows, 0, 0, num_drafts)
         self._bucket = bucket_of(**sizes, **self._section.sizes(max(num_drafts, 1)))
         self._arena = StagingArena(self._section.fields, self._bucket, device)

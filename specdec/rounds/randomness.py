@@ -17,8 +17,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Role(IntEnum):
-    """The decision that a uniform is used for."""
+    """The decision that a uniform is used for; TOKEN: the noise of one that is keyed by position."""
 
+    TOKEN = 0
     DRAFT = 1
     ACCEPT = 2
     RESAMPLE = 3
@@ -39,12 +40,16 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
 
     Source: splitmix64 finaliser, Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
-    with np.errstate(over="ignore"):
-        # Times 4: a position has one counter for each role (1, 2, 3).
-        counter = positions.astype(np.uint64) * np.uint64(4) + np.uint64(role)
-        bits = _mix(keys ^ _mix(counter * _GOLDEN + _GOLDEN))
     # The upper 24 bits: float32 holds them exactly, so no uniform is rounded up to 1.
-    return ((bits >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+    return ((position_bits(keys, positions, role) >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+
+
+def position_bits(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
+    """64 random bits [...] uint64; for the arguments see `uniforms`."""
+    with np.errstate(over="ignore"):
+        # Times 4: a position has one counter for each role.
+        counter = positions.astype(np.uint64) * np.uint64(4) + np.uint64(role)
+        return _mix(keys ^ _mix(counter * _GOLDEN + _GOLDEN))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -98,6 +103,10 @@ class SamplingRound:
         Example: 1 of K=2 drafts is accepted. The next bonus token is at first+1, draft 1 at first+2, which is column 1.
         """
         return self._uniforms(np.arange(1, places + 1), Role.DRAFT)
+
+    def seeds(self, places: int) -> np.ndarray:
+        """[B, places] int64: the noise of the token at each position from `first` on, and of a draft of it."""
+        return position_bits(self.keys[:, None], self.first[:, None] + np.arange(places), Role.TOKEN).view(np.int64)
 
     def _uniforms(self, offsets: np.ndarray, role: Role) -> np.ndarray:
         return uniforms(self.keys[:, None], self.first[:, None] + offsets, role)

@@ -25,7 +25,19 @@ from attention.batch.metadata import (
     batch_sizes,
     on_pages,
 )
-from attention.staging import A, Arrays, Bucket, Field, Section, Staged, StagingArena, array, bucket_of, layout_of
+from attention.staging import (
+    A,
+    Arrays,
+    Bucket,
+    Field,
+    Section,
+    Staged,
+    StagingArena,
+    array,
+    array_names,
+    bucket_of,
+    layout_of,
+)
 from drafters.loops.base import (
     AnyLoop,
     CarriedRows,
@@ -116,18 +128,20 @@ class PassesSection:
 
 @dataclass(frozen=True)
 class Uniforms(Generic[A]):
-    """Random numbers in [0, 1) of R rows.
+    """Random numbers in [0, 1) of R rows; or, where draws are keyed by position, seeds of their noise alone.
 
     Attributes:
         accept_uniform: [R, n] of acceptance; next_uniform: [R, n+1] of the token after the accepted drafts.
         draft_uniform: [R, n] of the drafts that the round verifies; ahead_uniform: [R, 2K] of the drafts after it. One
             of the two, see `SamplingRound`.
+        seed: [R, n+1] of the drafts and of the token after them; [R, 2K+1] with those of the drafts after the round.
     """
 
-    accept_uniform: A = array(np.float32, "rows", "drafts")
-    next_uniform: A = array(np.float32, "rows", "drafts_plus_1")
+    accept_uniform: A = array(np.float32, "rows", "drafts", optional=True)
+    next_uniform: A = array(np.float32, "rows", "drafts_plus_1", optional=True)
     draft_uniform: A = array(np.float32, "rows", "drafts", optional=True)
     ahead_uniform: A = array(np.float32, "rows", "twice", optional=True)
+    seed: A = array(np.int64, "rows", "places", optional=True)
 
 
 @dataclass(frozen=True)
@@ -137,9 +151,9 @@ class DeviceSampling(Uniforms[Tensor]):
     tensors: SamplingTensors = field(kw_only=True)
 
     def first(self, rows: int) -> DeviceSampling:
-        """Views of the first rows, without uniforms of drafts."""
-        own = self.accept_uniform[:rows], self.next_uniform[:rows]
-        return DeviceSampling(*own, ahead_uniform=self.ahead_uniform[:rows], tensors=self.tensors.first(rows))
+        """Views of the first rows."""
+        own = {name: x[:rows] for name in array_names(Uniforms) if (x := getattr(self, name)) is not None}
+        return DeviceSampling(**own, tensors=self.tensors.first(rows))
 
 
 @dataclass(frozen=True)
@@ -213,23 +227,30 @@ class AheadSection:
 class SamplingSection:
     """Sampling parameters and uniforms in the arena."""
 
-    def __init__(self, ahead: bool) -> None:
-        """ahead: True for graphs, which need uniforms for the drafts after the round instead of its own drafts."""
-        without = "draft_uniform" if ahead else "ahead_uniform"
-        self._uniforms = Section(Uniforms, "sampling", (without,), {**OF_TARGET, "drafts": "sampling.drafts"})
+    def __init__(self, ahead: bool, keyed: bool = False) -> None:
+        """ahead: True for graphs, which need uniforms for the drafts after the round instead of its own drafts. keyed:
+        see `EngineConfig.sampling`."""
+        self._keyed = keyed
+        without = {"draft_uniform" if ahead else "ahead_uniform", "seed"}
+        if keyed:
+            without = {*array_names(Uniforms)} - {"seed"}
+        self._uniforms = Section(Uniforms, "sampling", without, {**OF_TARGET, "drafts": "sampling.drafts"})
         self._parameters = Section(SamplingParameters, "sampling", shared=OF_TARGET)
         self.fields = (*self._parameters.fields, *self._uniforms.fields)
 
     @staticmethod
     def sizes(drafts: int) -> dict[str, int]:
         """Sizes to add to the verification's; drafts: n, or K."""
-        return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts}
+        return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts, "sampling.places": 2 * drafts + 1}
 
     def values(self, sampling: SamplingRound) -> Arrays:
         """The arrays of the decided rows and of the drafts that they verify."""
         drafts, own = sampling.max_drafts, sampling.decided
-        accept, following = own.accept_uniforms(drafts), own.next_uniforms(drafts + 1)
-        uniforms = Uniforms(accept, following, sampling.draft_uniforms())
+        if self._keyed:
+            uniforms = Uniforms[np.ndarray](seed=own.seeds(drafts + 1))
+        else:
+            accept, following = own.accept_uniforms(drafts), own.next_uniforms(drafts + 1)
+            uniforms = Uniforms(accept, following, sampling.draft_uniforms())
         return self._parameters.values(own.arrays) | self._uniforms.values(uniforms)
 
     def write(self, sampling: SamplingRound, host: Arrays) -> None:
@@ -238,6 +259,9 @@ class SamplingSection:
         for name, place in vars(places).items():
             place[:count] = getattr(sampling.arrays, name)
         places.temperature[count:] = 0
+        if self._keyed:
+            uniforms.seed[:count] = sampling.seeds(uniforms.seed.shape[1])
+            return
         accept, following, ahead = uniforms.accept_uniform, uniforms.next_uniform, uniforms.ahead_uniform
         accept[:count] = sampling.accept_uniforms(accept.shape[1])
         following[:count] = sampling.next_uniforms(following.shape[1])
@@ -278,7 +302,7 @@ class RoundTransfer:
     def __init__(self, loop: AnyLoop | None, config: EngineConfig, device: torch.device) -> None:
         """loop: the head's draft loop; None without a head."""
         self._section = section = None if loop is None else loop.section
-        self._target, self._sampling = _verification(config), SamplingSection(ahead=False)
+        self._target, self._sampling = _verification(config), SamplingSection(False, config.keyed)
         self.arena = StagingArena(*_largest(section, config), device)
         self._bucket = lru_cache(_BUCKETS)(partial(_bucket, section))
 
@@ -346,7 +370,7 @@ def staging_bytes(loop: AnyLoop | None, config: EngineConfig) -> int:
 def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in. section: the draft loop's."""
     limits, groups = loop_limits(config), group_entries(config)
-    fields = [*_verification(config).fields, *SamplingSection(ahead=False).fields]
+    fields = [*_verification(config).fields, *SamplingSection(False, config.keyed).fields]
     return [*fields, *(() if section is None else section.fields)], _bucket(section, limits, groups, limits)
 
 

@@ -300,6 +300,7 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> Json:
         _SHARES: shares,
         "scales of an fp8 cache": scales,
         "recurrent states": None if states is None else [list(shape) for shape in states.moved_shapes],
+        "sampling": model.config.sampling,
         "draft_sampling": None if head is None else model.config.draft_sampling,
         "modules of the head": None if head is None else modules,
         "drafts without a head": [str(extra) for extra in model.config.extras if extra.drafts] or None,

@@ -368,6 +368,21 @@ def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
     assert looked_up > 5 and both.describe()["graphs"]["state"] == "on"
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_beside_a_head_in_graphs_keyed_rows_have_drafts_by_lookup(
+    graphs_on_cpu: list[Any],  # noqa: F811
+) -> None:
+    """Their drafts have no distribution, and none is needed: a draft is accepted where it is the token."""
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 5, "sampling": "keyed"}
+    both = with_graphs([table_head(tiny_llama()), "lookup"], **options, **LOOKUP)
+    params = [replace(GREEDY, temperature=0.4 * (i % 3), seed=i) for i in range(len(QUOTES))]
+    found, right = both.generate(QUOTES, params), wrap(tiny_llama(), sampling="keyed").generate(QUOTES, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in right]
+    assert sum(replaced_drafts(c, 3) for c, own in zip(found, params, strict=True) if own.temperature) > 5
+    assert both.describe()["graphs"]["state"] == "on"
+
+
 HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
 
 

@@ -84,8 +84,9 @@ def eagle3(**options: Any) -> Any:
         ({"kv_cache_layout": "HND", "enable_prefix_caching": True}, {}),
         pytest.param({"num_speculative_tokens": 0}, {}, marks=pytest.mark.long),
         ({"kv_cache_dtype": "fp8", "kv_cache_scales": [(0.05, 0.03)] * 4, "draft_sampling": "greedy"}, {}),
+        ({"sampling": "keyed"}, {}),
     ],
-    ids=["other sizes", "HND, prefixes", "no drafts", "fp8"],
+    ids=["other sizes", "HND, prefixes", "no drafts", "fp8", "keyed"],
 )
 @pytest.mark.cases(1)
 def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(
