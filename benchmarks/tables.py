@@ -29,7 +29,7 @@ line of a results file names its versions, device and commit. How each is measur
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_first_token
 (starts on a CPU, and transformers'), bench_cpu (a model on a CPU beside transformers), bench_parallel
 (several GPUs), bench_mixtures and bench_experts (mixtures of experts), offline/turns (two checkouts in turn),
-bench_draft_vocab and bench_draft_round (fewer tokens to draft on),
+bench_draft_vocab and bench_draft_round (fewer tokens to draft on), bench_sampling (both rules for sampled tokens),
 bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head
 without cache), bench_builtin (the built-in pair against `generate`), sweep (every causal-LM type of transformers in
 miniature, against its own forward);
@@ -160,6 +160,17 @@ COLUMNS: dict[str, dict[str, str]] = {
         "drafts": "{draft_sampling}",
         "tau": "{tau:.3f}",
         "95 %": "{low:.2f}-{high:.2f}",
+    },
+    "sampling": {
+        "target": "{target}",
+        "questions": "{questions}",
+        "K": "{K}",
+        "temperature": "{temperature:.4g}",
+        "top-p": "{top_p:.4g}",
+        "tau, rejection": "{tau_rejection:.3f}",
+        "tau, keyed": "{tau_keyed:.3f}",
+        "keyed over rejection": "{ratio:.3f}",
+        "95 %": "{low:.3f}-{high:.3f}",
     },
     "draft_vocab": {
         "K": "{drafts}",
@@ -370,6 +381,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "turns": _turns,
     "host_queue": lambda line: line["results"],
     "lookup": lambda line: line["results"],
+    "sampling": lambda line: [line | each for each in line["results"]],
     "first_token": lambda line: [line | each for each in line["results"]],
     "grammar_drafts": lambda line: line["results"],
 }
