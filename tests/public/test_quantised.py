@@ -116,6 +116,13 @@ def test_half_precision(name: str, folders: dict[str, Path]) -> None:
             assert float((gaps / read.std(-1)).max()) < 3 * limit
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" is the checkpoint's dtype."""
+    monkeypatch.setattr("specdec.loading.targets.dtype_on", lambda device, config, plain: "auto")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_scales_of_quanto_that_a_dtype_cannot_hold_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight._scale"
     shutil.copytree(checkpoint(folders, "quanto int8"), tmp_path, dirs_exist_ok=True)
@@ -141,6 +148,7 @@ def test_quanto_in_4_bits_is_refused(tmp_path: Path) -> None:
         wrap(tmp_path)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("stored", [torch.bfloat16, None])
 @pytest.mark.cases(1)
 def test_quanto_in_the_dtype_that_is_stored(stored: torch.dtype | None, tmp_path: Path) -> None:
