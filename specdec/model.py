@@ -126,8 +126,7 @@ class SpeculativeModel:
             max_num_batched_tokens: most tokens of one forward; default 8192 on a GPU of 40 GiB and more, else 2048.
             max_num_prefill_tokens: prompt tokens of one in which requests of other calls decode, and wait for it.
             page_size: tokens a page of the KV cache.
-            kv_cache_tokens: its size, in tokens of layers that see all; default max_num_seqs full-length requests,
-                within gpu_memory_utilization, or 1 GiB on a CPU.
+            kv_cache_tokens: its size, of layers that see all; default what fits, or 1 GiB on a CPU.
             kv_cache_dtype: "auto" (the model's), or "fp8": 8 bits (e4m3), which changes its tokens a little.
             kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
                 (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
@@ -149,13 +148,12 @@ class SpeculativeModel:
                 special tokens are added. Drafts read these rows of lm_head alone: docs/how-to/mtp.md.
             head_overrides: corrections to an EAGLE head's config.json by its keys ("rope_theta", …; None removes one),
                 or "aux_layers", "feedback" ("pre_norm", "post_norm"). Facts that the tensors show cannot be overridden.
-            lookup_min, lookup_max: tokens of the shortest match that drafts by lookup follow, and up to which matches
-                are compared: docs/lookup.md.
+            lookup_min: tokens of the shortest match that drafts by lookup follow, see docs/lookup.md.
+            lookup_max: tokens up to which matches are compared.
             lookup_shared: look into the texts of ended requests, too.
             generation_config: "model": calls without SamplingParams start from the model's own, as in transformers'
                 `generate`, and are refused where it has what cannot be served. "ignore": only its eos ids apply.
-            sampling: "rejection", or "keyed": a sampled token follows from its seed and position alone, whatever K and
-                head are, in float32 and with "batch_invariant". More drafts are rejected (docs/concepts/exactness.md).
+            sampling: "rejection"; "keyed": K and head change no sampled token either (docs/concepts/exactness.md).
             draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
             tensor_parallel_size: N GPUs of this machine (on a CPU, processes) that share the target: docs/parallel.md.
             seed: of requests without one, 64 bits.

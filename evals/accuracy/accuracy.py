@@ -213,7 +213,8 @@ def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
 
 def scores(alone: Json, fast: Json) -> list[Json]:
     """Two results on the same questions, for every task, filter and metric: see `paired_accuracy`."""
-    found, rival = _samples(alone), _samples(fast)
+    found = _samples(alone)
+    rival = _samples(fast)
     rows = []
     for key, right in found.items():
         documents = sorted(right)

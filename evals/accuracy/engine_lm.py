@@ -111,7 +111,8 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        given, bos = self._prefix_token_id, self.tokenizer.bos_token_id
+        given = self._prefix_token_id
+        bos = self.tokenizer.bos_token_id
         if given is not None:
             return given
         return self.eot_token_id if bos is None else bos

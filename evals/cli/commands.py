@@ -123,9 +123,11 @@ def compare(a: str, b: str, **options: Any) -> None:
     if not any(ks):
         raise click.UsageError("both sides have k=0; give at least one of them drafts")
     if {**left, "k": 0} == {**right, "k": 0} and (shared.OWN_K not in ks or left == right):  # one model serves both
-        keys, specs = "aa", {"a": shared.make_spec({**options, **left}, left["draft"], max(ks))}
+        keys = "aa"
+        specs = {"a": shared.make_spec({**options, **left}, left["draft"], max(ks))}
     else:
-        keys, sides = "ab", {"a": left, "b": right}
+        keys = "ab"
+        sides = {"a": left, "b": right}
         specs = {key: shared.make_spec({**options, **side}, side["draft"], side["k"]) for key, side in sides.items()}
     options["same"] = left == right
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
@@ -183,7 +185,9 @@ def _within_budget(options: Options, executor: Executor, plan: Plan) -> Plan:
     from evals.lossless.distribution import MOST_QUESTIONS
     from evals.lossless.lossless import Cost
 
-    mode, questions, samples = options["mode"], len(plan.data.questions), options["samples"]
+    mode = options["mode"]
+    questions = len(plan.data.questions)
+    samples = options["samples"]
     read = min(questions, MOST_QUESTIONS) if mode == "sampled" else questions
     cost = executor.on_one(lambda worker: Cost.measured(worker, plan, mode, options["sample_prompts"]))
     fit = cost.within(60 * (options["budget"] or math.inf), read, samples)
@@ -249,7 +253,8 @@ def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None
         require("scipy", "eval")
     with _begun(options, specs, plan) as begun:
         document = run(*begun)
-    console, store = make_console(), begun[2]
+    console = make_console()
+    store = begun[2]
     print_acceptance(console, document, options["explain"])
     if options.get("same"):
         console.print("A and B are the same configuration: all but the times is equal by construction", style="yellow")

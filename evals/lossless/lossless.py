@@ -25,7 +25,8 @@ from specdec.interrupts import interrupts_as_they_are
 SCHEMA_VERSION = 2
 FEWEST = 100
 """Samples of each place."""
-_PILOT_ROWS, _PILOT_TOKENS = 8, 8
+_PILOT_ROWS = 8
+_PILOT_TOKENS = 8
 _REPLAY = 3.0
 """Seconds of a replayed text over those of a prompt: of float64 over float32 on a CPU, measured."""
 
@@ -41,7 +42,8 @@ class Cost:
     def measured(cls, worker: Worker, plan: Plan, mode: str, places: int) -> Cost:
         """From a few tokens of the first questions under each configuration."""
         params = replace(plan.asking.params, max_new_tokens=_PILOT_TOKENS, ignore_eos=True)
-        chunk, arms = plan.data.questions[: min(plan.batch_size, _PILOT_ROWS)], len(plan.arms)
+        chunk = plan.data.questions[: min(plan.batch_size, _PILOT_ROWS)]
+        arms = len(plan.arms)
         answers = worker.answer(Work(0, chunk, plan.arms, replace(plan.asking, params=params)))
         turns = [answer.turns[0] for answer in answers if answer.turns]  # each has the times of its whole batch
         prompt_s = sum(turn.prefill_s for turn in turns) / len(chunk) ** 2
@@ -50,7 +52,8 @@ class Cost:
         greedy_s = a_question * (prompt_s + plan.asking.params.max_new_tokens * token_s)
         if mode == "greedy":
             return cls(greedy_s, 0.0)
-        k, replay_s = max(arm.k for arm in plan.arms), _REPLAY * prompt_s / arms
+        k = max(arm.k for arm in plan.arms)
+        replay_s = _REPLAY * prompt_s / arms
         search_s = (prompt_s + WINDOW * token_s) / arms + replay_s
         sample_s = (
             places * len(trials(1, k)) * ((k + 2) * token_s + replay_s / 2)
@@ -113,7 +116,8 @@ def check(
 
 
 def _greedy(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
-    answers, arms = collect(executor, plan, store, report), plan.arms
+    answers = collect(executor, plan, store, report)
+    arms = plan.arms
     failed = failures(answers)
     found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
     verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failed else [])])

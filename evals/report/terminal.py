@@ -56,7 +56,8 @@ def _speed(value: Json, questions: int) -> str:
 
 def _answers(document: Json, arm: Json) -> str:
     found = arm["identical_to_target_alone"]
-    same, total = found["identical"], found["questions"]
+    same = found["identical"]
+    total = found["questions"]
     if same == total:
         return f"answers unchanged ({same} of {total} equal)"
     changed = f"{total - same} of {total} answers differ from the target alone's"
@@ -67,7 +68,8 @@ def _answers(document: Json, arm: Json) -> str:
 
 def _difference(document: Json) -> str:
     left, right = (arm["name"] for arm in document["arms"])
-    tau, speed = document["differences"]["metrics"]["tau"], document["differences"]["timing"]["speed_ratio"]
+    tau = document["differences"]["metrics"]["tau"]
+    speed = document["differences"]["timing"]["speed_ratio"]
     if tau["estimate"] is None or speed["estimate"] is None:
         return f"{right} against {left}: not everything could be measured."
     is_clear = tau["low"] is not None and not tau["low"] <= 0 <= tau["high"]
@@ -250,7 +252,8 @@ def predicted(cell: Json, questions: int) -> str:
 
 def advice(document: Json) -> list[str]:
     """The K to take at each batch size, in words: K=0, or lookup, where none is predicted to be faster."""
-    prediction, questions = document["timing"]["prediction"], document["arms"][0]["questions"]
+    prediction = document["timing"]["prediction"]
+    questions = document["arms"][0]["questions"]
     is_lookup = not any(model["head"] for model in document["provenance"]["settings"]["models"].values())
     none = "take K=0 (no drafts)"
     if not is_lookup:

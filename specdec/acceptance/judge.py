@@ -37,7 +37,8 @@ def choose_greedy(step: int, logits: Tensor) -> tuple[Tensor, None]:
 def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
     """Drafts drawn from q = the head's distribution under the row's own temperature and filters (any q is lossless)."""
     rows = torch.arange(num_rows, device=sampling.draft_uniform.device)
-    tensors, uniforms = sampling.tensors.rows(rows), sampling.draft_uniform[:num_rows]
+    tensors = sampling.tensors.rows(rows)
+    uniforms = sampling.draft_uniform[:num_rows]
 
     def choose(step: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         q = target_probs(logits, tensors)  # [R, Vd]
@@ -50,7 +51,8 @@ def choose_keyed(sampling: DeviceSampling, num_rows: int, target_ids: Tensor) ->
     """Drafts by the noise of their tokens' positions: the token itself, wherever the head's distribution is the
     target's."""
     rows = torch.arange(num_rows, device=target_ids.device)
-    tensors, seeds = sampling.tensors.rows(rows), sampling.seed[:num_rows]
+    tensors = sampling.tensors.rows(rows)
+    seeds = sampling.seed[:num_rows]
 
     def choose(step: int, logits: Tensor) -> tuple[Tensor, None]:
         return greedy_ids(perturbed(logits, tensors, seeds[:, step], target_ids)), None
@@ -123,7 +125,8 @@ def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> Tensor:
         return fill_drafts(round_, in_order(draft, round_))
     from specdec.ops.greedy_kernel import launch_placing
 
-    width, sources = round_.logit_index.shape[1] - 1, _by_source(draft, round_)
+    width = round_.logit_index.shape[1] - 1
+    sources = _by_source(draft, round_)
     launch_placing(round_.token_ids, round_.draft_places, round_.draft_sources, width, *sources)
     return round_.token_ids
 
@@ -181,7 +184,8 @@ def _judge_sampled(
         q = p.new_zeros(num_rows, width - 1, p.shape[2])
         q[: len(draft.probs)] = vocab.scatter(draft.probs)
         if draft.replaced is not None:
-            own, replaced = q[: len(draft.probs)], draft.replaced[:, :, None].to(q.dtype)
+            own = q[: len(draft.probs)]
+            replaced = draft.replaced[:, :, None].to(q.dtype)
             # A draft given by the host was not drawn from the head's q: its q is one-hot.
             own.mul_(1 - replaced).scatter_add_(2, drafts[: len(own), :, None], replaced)
     inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)

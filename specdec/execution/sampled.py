@@ -52,7 +52,8 @@ class SampledDrafts:
             self._choose_keyed(step, chosen, num_accepted)
             return
         rows = len(chosen.ids)
-        sampling, logits = self._sampling.first(rows), self._kept(chosen.logits)[:rows, step]
+        sampling = self._sampling.first(rows)
+        logits = self._kept(chosen.logits)[:rows, step]
         kept = None if num_accepted is None else self._accepted
         draw_drafts(
             chosen.logits,
@@ -70,7 +71,8 @@ class SampledDrafts:
         rows = len(chosen.ids)
         if num_accepted is not None:
             self._accepted[: len(num_accepted)] = num_accepted
-        sampling, seeds = self._sampling.first(rows), self._sampling.seed
+        sampling = self._sampling.first(rows)
+        seeds = self._sampling.seed
         at = (self._accepted[:rows] + step + 1).clamp(max=seeds.shape[1] - 1)
         scores = perturbed(chosen.logits, sampling.tensors, seeds[:rows].gather(1, at[:, None])[:, 0], self._target_ids)
         ids = greedy_ids(scores)  # of greedy rows as before
@@ -96,12 +98,14 @@ class SampledDrafts:
             return
         if "draft_probs" in tensors:
             q = tensors["draft_probs"][:count]
-            logits, peak = temperature * q.log(), q.amax(1)
+            logits = temperature * q.log()
+            peak = q.amax(1)
             lowest = logits.masked_fill(q == 0, torch.inf).amin(1)
             first = (logits == lowest[:, None]).int().argmax(1)
             stats = torch.stack([temperature * peak.log(), lowest, first.float(), 1 / peak], 1)
         else:
-            logits, stats = tensors["draft_logits"][:count], tensors["draft_stats"][:count]
+            logits = tensors["draft_logits"][:count]
+            stats = tensors["draft_stats"][:count]
         self._kept(logits)[place, :count] = logits
         self._filtered.stats[place, :count] = stats
 

@@ -113,7 +113,8 @@ _NOT_TESTED = ("self_test", "seed", "max_waiting_requests", "generation_config")
 
 def fingerprint_of(parts: Parts, options: LoadOptions) -> str | None:
     """See `specdec.selftest.kept.fingerprint`; None with code of others: the checkpoint's or a registered backend's."""
-    checkpoint, path = parts.checkpoint, None
+    checkpoint = parts.checkpoint
+    path = None
     own = type(parts.backend).__module__.startswith("attention.") and not options.trust_remote_code
     if own and checkpoint is not None:
         revision = {"local_files_only": True, "revision": checkpoint.revision}
@@ -196,11 +197,13 @@ def _sized(
     linears: str,
 ) -> Parts:
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
-    device, page_size = probed.model.device, options.page_size
+    device = probed.model.device
+    page_size = options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
     check_counts(options, longest)
     format = kv_format(checkpoint, probed, options)
-    seqs, k = options.max_num_seqs, num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
+    seqs = options.max_num_seqs
+    k = num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
     rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
     group_of_states = state_group(probed, rows, options.recurrent_state_dtype)

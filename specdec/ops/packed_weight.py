@@ -70,7 +70,8 @@ class Matrix:
 
         Each of them gets it once, of the same unchanged tensor.
         """
-        last, writes = self._last, 0 if x.is_inference() else x._version
+        last = self._last
+        writes = 0 if x.is_inference() else x._version
         if last is None or last[0] is not x or last[1] != writes or place not in last[3]:
             found = self.times(x, None).split(self.sizes, -1)
             last = self._last = x, writes, found, set(range(len(found)))

@@ -245,24 +245,30 @@ class SamplingSection:
 
     def values(self, sampling: SamplingRound) -> Arrays:
         """The arrays of the decided rows and of the drafts that they verify."""
-        drafts, own = sampling.max_drafts, sampling.decided
+        drafts = sampling.max_drafts
+        own = sampling.decided
         if self._keyed:
             uniforms = Uniforms[np.ndarray](seed=own.seeds(drafts + 1))
         else:
-            accept, following = own.accept_uniforms(drafts), own.next_uniforms(drafts + 1)
+            accept = own.accept_uniforms(drafts)
+            following = own.next_uniforms(drafts + 1)
             uniforms = Uniforms(accept, following, sampling.draft_uniforms())
         return self._parameters.values(own.arrays) | self._uniforms.values(uniforms)
 
     def write(self, sampling: SamplingRound, host: Arrays) -> None:
         """Write all rows into one of the arena's host buffers; padding rows are greedy."""
-        count, places, uniforms = len(sampling.first), self._parameters.of(host), self._uniforms.of(host)
+        count = len(sampling.first)
+        places = self._parameters.of(host)
+        uniforms = self._uniforms.of(host)
         for name, place in vars(places).items():
             place[:count] = getattr(sampling.arrays, name)
         places.temperature[count:] = 0
         if self._keyed:
             uniforms.seed[:count] = sampling.seeds(uniforms.seed.shape[1])
             return
-        accept, following, ahead = uniforms.accept_uniform, uniforms.next_uniform, uniforms.ahead_uniform
+        accept = uniforms.accept_uniform
+        following = uniforms.next_uniform
+        ahead = uniforms.ahead_uniform
         accept[:count] = sampling.accept_uniforms(accept.shape[1])
         following[:count] = sampling.next_uniforms(following.shape[1])
         ahead[:count] = sampling.ahead_uniforms(ahead.shape[1])
@@ -313,7 +319,9 @@ class RoundTransfer:
             drafting: arrays of the draft loop that starts from aux hidden states; None without such a loop.
             sampling: None when all rows are greedy.
         """
-        section, size, values = self._section, LoopSize(), self._target.values(target)
+        section = self._section
+        size = LoopSize()
+        values = self._target.values(target)
         if section is not None and drafting is not None:
             values |= section.values(drafting)
             size = drafting.size
@@ -369,7 +377,8 @@ def staging_bytes(loop: AnyLoop | None, config: EngineConfig) -> int:
 
 def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in. section: the draft loop's."""
-    limits, groups = loop_limits(config), group_entries(config)
+    limits = loop_limits(config)
+    groups = group_entries(config)
     fields = [*_verification(config).fields, *SamplingSection(False, config.keyed).fields]
     return [*fields, *(() if section is None else section.fields)], _bucket(section, limits, groups, limits)
 
@@ -392,7 +401,8 @@ def _largest_ahead(passes: PrefillPasses, config: EngineConfig) -> tuple[list[Fi
 
 def _sizes_of(batch: HostBatch, target: VerificationArrays[Any]) -> tuple[LoopSize, Groups]:
     """Sizes of a verification; batch: its attention."""
-    pages, drafts = batch.block_table.shape[1], target.logit_index.shape[1] - 1
+    pages = batch.block_table.shape[1]
+    drafts = target.logit_index.shape[1] - 1
     groups = tuple([len(group.page_indices) for group in batch.other_groups])
     return LoopSize(len(batch.seq_lens), len(batch.positions), pages, drafts), groups
 

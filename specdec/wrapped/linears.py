@@ -75,7 +75,8 @@ def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
     # Heads have a weight of the target among their buffers.
     held = {b.untyped_storage().data_ptr() for m in modules for b in m._buffers.values() if type(b) is Tensor}
     for group in _groups(modules, held):
-        owns, tied = [own for own, _ in group], len(group[0][1]) > 1
+        owns = [own for own, _ in group]
+        tied = len(group[0][1]) > 1
         matrix = Matrix([own.data for own in owns], tied)
         for place, (own, layers) in enumerate(group):
             packed = nn.Parameter(PackedWeight(matrix, place, own), own.requires_grad)
@@ -95,7 +96,8 @@ def _groups(modules: list[nn.Module], held: set[int]) -> list[list[tuple[nn.Para
     readers = defaultdict(list)
     for module in dict.fromkeys(modules):
         readers[module._parameters.get("weight")].append(module)
-    found, dtypes = [], _dtypes()
+    found = []
+    dtypes = _dtypes()
     for parent in dict.fromkeys(modules):
         free: dict[str, tuple[nn.Parameter, list[Any]]] = {}
         for name, layer in parent.named_children():

@@ -92,7 +92,8 @@ def release(folder: Path) -> None:
 def _read(path: Path) -> dict[str, Setting]:
     try:
         record = json.loads(path.read_bytes())
-        version, rows = record["format"], record["settings"]
+        version = record["format"]
+        rows = record["settings"]
         found = {_RENAMED.get(key, key): Setting(row["value"], str(row["name"])) for key, row in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(
@@ -162,7 +163,8 @@ class AnswerStore(KeptLines):
         """Read an answer, if it is one of this store."""
         try:
             row = json.loads(line)
-            question, token_ids = row["question"], row["token_ids"]
+            question = row["question"]
+            token_ids = row["token_ids"]
             is_whole = row["check"] == self._check(question, token_ids)
         except (ValueError, KeyError, TypeError):
             is_whole = False
