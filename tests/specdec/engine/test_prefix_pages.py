@@ -342,7 +342,7 @@ def test_groups_of_chunks(modules: int, graphs: bool, budget: int) -> None:
 
 def windowed_traffic(pools: tuple[WindowedPool, ...], modules: int, graphs: bool, budget: int) -> Any:
     """Five hundred requests over these further groups."""
-    traffic = Traffic(modules, modules, graphs, windowed=pools, max_num_prefill_tokens=budget)
+    traffic = Traffic(modules**2, modules, graphs, windowed=pools, max_num_prefill_tokens=budget)
     traffic.run(500, faults=0.02, aborts=0.02)
     assert traffic.finished > 430 and traffic.failed and traffic.aborted
     return traffic.engine.stats
