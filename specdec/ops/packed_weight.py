@@ -29,14 +29,15 @@ class Matrix:
     """Weights of layers that read one input, [sum of O, I] in one piece of memory.
 
     Attributes:
-        memory: them, in oneDNN's blocks or plainly. packed: whether in blocks. sizes: rows of each layer's.
+        memory: them, in oneDNN's blocks or plainly. packed: whether in blocks. sizes: rows of each layer's. last: an
+            input of which not all layers have had their products yet, writes to it, the products, and whose they are.
     """
 
     def __init__(self, weights: list[Tensor], tied: bool) -> None:
         """tied: the one weight is an embedding as well, and stays plain memory, which oneDNN reads as it is."""
         self.memory, self.sizes = torch.cat(weights), [len(weight) for weight in weights]
         self.packed, self._tied = False, tied
-        self._last: tuple[Tensor, int, tuple[Tensor, ...], set[int]] | None = None
+        self.last: tuple[Tensor, int, tuple[Tensor, ...], set[int]] | None = None
         self.pack()
 
     def pack(self) -> None:
@@ -70,14 +71,14 @@ class Matrix:
 
         Each of them gets it once, of the same unchanged tensor.
         """
-        last = self._last
+        last = self.last
         writes = 0 if x.is_inference() else x._version
         if last is None or last[0] is not x or last[1] != writes or place not in last[3]:
             found = self.times(x, None).split(self.sizes, -1)
-            last = self._last = x, writes, found, set(range(len(found)))
+            last = self.last = x, writes, found, set(range(len(found)))
         last[3].remove(place)
         if not last[3]:
-            self._last = None  # it may be large
+            self.last = None  # it may be large
         return last[2][place]
 
 

@@ -185,7 +185,13 @@ def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
             if "lora_B" in name:
                 parameter.normal_(0, 0.25)
     folder = save(model, tmp_path / "adapter", target)
-    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 256, "num_speculative_tokens": 3, "device": "cpu"}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 2,
+        "max_model_len": 256,
+        "num_speculative_tokens": 3,
+        "device": "cpu",
+        "dtype": "float32",
+    }
     chat = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have now?"}]
     with SpeculativeModel.from_pretrained(str(folder), "auto", **sizes) as wrapped:
         (said,) = wrapped.generate(chat, SamplingParams(max_new_tokens=24))

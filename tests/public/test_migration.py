@@ -54,12 +54,14 @@ def names() -> Iterator[dict[str, Any]]:
     tokenizer = AutoTokenizer.from_pretrained(T)
     hf_models = [AutoModelForCausalLM.from_pretrained(T) for _ in range(3)]
     inputs = tokenizer("What is 3 + 4?", return_tensors="pt")
+    with specdec.SpeculativeModel.from_pretrained(T) as by_name:
+        dtype = by_name.dtype  # on a CPU without bfloat16 it is not the checkpoint's
     with specdec.SpeculativeModel.from_pretrained(hf_models[0], draft=HEAD, tokenizer=tokenizer) as model:
         found = {name: getattr(specdec, name) for name in specdec.__all__}
         found |= {"T": T, "H": HEAD, "HEAD": HEAD, "model": model, "specdec": specdec, "tokenizer": tokenizer}
         found |= {
             "hf_model": hf_models[1],
-            "assistant": hf_models[2].float(),
+            "assistant": hf_models[2].to(dtype),
             "inputs": inputs,
             "TextStreamer": TextStreamer,
         }

@@ -95,7 +95,7 @@ class TrainingPlan(Generic[TrainedHead]):
                 f"{self.config.ttt_steps + 1}"
             )
         data = TrainingData(training, measured)
-        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished, max_new_tokens)
+        evaluate = evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished, max_new_tokens)
         with locked(output):
             head, save = self.recipe.start(training.token_counts), self.recipe.save
             return train(self.config, head, data, self.features, evaluate, output, console, save=save)
@@ -120,7 +120,7 @@ def _results(output: Path) -> list[Path]:
     return sorted(path for pattern in ("step-*", "head", "head.*") for path in output.glob(pattern) if path.is_dir())
 
 
-def _evaluation(
+def evaluation(
     model: SpeculativeModel,
     measured: AnswerSet,
     num_drafts: int,

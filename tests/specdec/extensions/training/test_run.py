@@ -68,5 +68,5 @@ def test_the_finished_head_is_measured_with_answers_as_long_as_asked_for(
         generation_config_use="auto",
         config=SimpleNamespace(max_model_len=64),
     )
-    evaluate = run._evaluation(model, answer_set([[1, 2]], [[3, 4]], 64), 2, lambda head: head, asked)
+    evaluate = run.evaluation(model, answer_set([[1, 2]], [[3, 4]], 64), 2, lambda head: head, asked)
     assert evaluate(None) == {"tau": 2.0} and told == [used]
