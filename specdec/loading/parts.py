@@ -100,8 +100,8 @@ def load_parts(
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras, linears)
     named = (target, draft or "", options.tokenizer or "")
-    by_name = group.size == 1 and all(isinstance(each, (str, Path)) for each in named)
-    tests = self_test_of(options.self_test, fingerprint_of(parts, options) if by_name else None)
+    keeps = options.self_test != "quick" and group.size == 1 and all(isinstance(each, (str, Path)) for each in named)
+    tests = self_test_of(options.self_test, fingerprint_of(parts, options) if keeps else None)
     if isinstance(draft, (str, Path)) and tests.error is None:
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return replace(parts, self_test=tests)
