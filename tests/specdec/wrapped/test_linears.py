@@ -91,6 +91,18 @@ def test_layers_with_two_parents_and_weights_with_two_layers() -> None:
     assert not packed(model) and tokens(wrap(model)) == right
 
 
+def test_a_layer_with_two_parents_is_laid_out_once() -> None:
+    model = tiny_llama()
+    blocks = model.model.layers
+    blocks[1].mlp.down_proj = blocks[0].mlp.down_proj
+    right = tokens(wrap(copy.deepcopy(model)))
+    wrapped = wrap(model, cpu_linears="packed")
+    assert wrapped.describe()["linears"] == "28 of 28 by oneDNN, 28 in its layout"
+    assert tokens(wrapped) == right
+    wrapped.close()
+    assert not packed(model) and tokens(wrap(model)) == right
+
+
 def test_a_weight_that_a_head_reads_too_stays() -> None:
     model = tiny_llama()
     head = eagle3_head(model)
