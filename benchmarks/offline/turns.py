@@ -4,8 +4,9 @@
     python -m benchmarks.offline.turns --compare OLD.log NEW.log WHAT_OLD_IS OUT.jsonl
 
 `rounds`: milliseconds of a step. `calls`: of whole calls of so many requests, from nothing to the last token, with the
-options that a load has by default (SIZES in the environment: a JSON object of others). The process ends at the file
-HELD/NAME.end. Only what both checkouts have is called. A line of the result has the ratio of both in a turn, as a
+options that a load has by default. SIZES in the environment: a JSON object of other options, and of "weights",
+"layers" and "held" (see `benchmarks.shapes.random_pair`), "calls" (counts) and "long" (longest prompt of 48 more calls). The
+process ends at the file HELD/NAME.end. Only what both checkouts have is called. A line of the result has the ratio of both in a turn, as a
 geometric mean with its 95 % interval (Student's t over turns).
 """
 
@@ -74,9 +75,10 @@ def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
     from benchmarks.workload import Load
     from specdec.model import SpeculativeModel
 
-    sizes = json.loads(os.environ.get("SIZES", "{}"))
-    long = sizes.pop("long", 0)
-    pair, place = random_pair(shape, torch.bfloat16, torch.device("cuda")), torch.device("cuda")
+    sizes, place = json.loads(os.environ.get("SIZES", "{}")), torch.device("cuda")
+    long, calls = sizes.pop("long", 0), sizes.pop("calls", CALLS)
+    weights = sizes.pop("weights", "model"), sizes.pop("layers", None), sizes.pop("held", 0)
+    pair = random_pair(shape, torch.bfloat16, place, *weights)
     length = max(CALL[0], long) + CALL[1] + 16
     made: Any = SpeculativeModel.from_pretrained
     limits = {
@@ -90,7 +92,7 @@ def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
     )  # fmt: skip
     vocab = pair.target.config.get_text_config().vocab_size
     decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), place))
-    loads = {f"{n} calls": Load(n, (CALL[0],) * 2, (CALL[1],) * 2) for n in CALLS}
+    loads = {f"{n} calls": Load(n, (CALL[0],) * 2, (CALL[1],) * 2) for n in calls}
     loads |= {"48 long calls": Load(48, (long // 4, long), (CALL[1],) * 2)} if long else {}
 
     def once() -> dict[str, float]:
