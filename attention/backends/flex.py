@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
 from attention.backends.limits import check_causal, check_query_heads
-from attention.batch.host import HostBatch, offsets_within
+from attention.batch.host import HostBatch, offsets_within, owners_of
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
 from attention.errors import UnsupportedAttentionError
@@ -72,7 +72,7 @@ class QueryTiles:
         packed = host.query_lens * groups
         counts = -(-packed // tile)
         counts[-1] += -int(counts.sum()) % (_WHOLE // tile)
-        row = np.repeat(np.arange(host.num_reqs), counts)
+        row = owners_of(counts)
         first = offsets_within(counts) * tile  # packed query of the row
         within = first[:, None] + np.arange(tile)
         real = within < packed[row][:, None]
@@ -109,7 +109,7 @@ class QueryTiles:
         partly = before + self.end - self.whole_end
         at = np.arange(max(_LEAST, int(partly.max(initial=0)), int(whole.max(initial=0))))
         logical = np.where(at < before[:, None], self.begin[:, None] + at, (self.whole_end - before)[:, None] + at)
-        owners = np.repeat(np.arange(host.num_reqs), host.page_counts)
+        owners = owners_of(host.page_counts)
         found = [
             partly,
             self._physical(host, logical, at < partly[:, None]),

@@ -146,7 +146,7 @@ class HostBatch:
         )
         require(self.slot_mapping.shape == (tokens,), "slot_mapping must be [T]")
         require(int(self.page_counts.max(initial=0)) <= self.block_table.shape[1], "block_table is too narrow")
-        owner = np.repeat(np.arange(rows), self.query_lens)
+        owner = owners_of(self.query_lens)
         positions = self.num_computed_tokens[owner] + np.arange(self.num_tokens) - self.query_start_loc[owner]
         expected = slots_of(self.block_table, owner, positions, self.page_size)
         own = (expected == self.slot_mapping) | (self.slot_mapping == 0)
@@ -191,7 +191,7 @@ def rows_batch(
     seq_lens = (first_positions + lens).astype(np.int32)
     layout = page_layout(seq_lens, page_size)
     try:
-        owner = np.repeat(np.arange(len(lens)), lens)
+        owner = owners_of(lens)
     except ValueError:
         raise _starts_error(query_start_loc, first_positions) from None
     positions = np.arange(query_start_loc[-1]) + (first_positions - query_start_loc[:-1])[owner]
@@ -325,6 +325,15 @@ def offsets_within(counts: np.ndarray) -> np.ndarray:
     [0, 1, 0, 1, 2]
     """
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def owners_of(counts: np.ndarray) -> np.ndarray:
+    """Which of counts [B] each element belongs to: i counts[i] times, one after the other: [sum(counts)] int64.
+
+    >>> owners_of(np.array([2, 0, 3])).tolist()
+    [0, 0, 2, 2, 2]
+    """
+    return np.repeat(np.arange(len(counts)), counts)
 
 
 def starts_of(lens: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Generic
 import numpy as np
 from torch import Tensor
 
-from attention.batch.host import HostBatch, rows_batch, starts_of
+from attention.batch.host import HostBatch, owners_of, rows_batch, starts_of
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.staging import A, array
 from drafters.loops.base import DraftInput
@@ -58,7 +58,7 @@ def accepted_rows(
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]
-    new_start_loc = np.concatenate([[0], np.cumsum(lens)])
+    new_start_loc = starts_of(lens)
     offsets = np.repeat(starts - new_start_loc[:-1], lens)
     return AcceptedRows(
         query_start_loc=new_start_loc.astype(np.int32),
@@ -182,7 +182,7 @@ def module_rows(
         first = np.maximum(first_positions - m, least)
         count = np.maximum(stop - m, least) - first
         starts = starts_of(count)
-        owner = np.repeat(np.arange(len(count)), count)
+        owner = owners_of(count)
         within = np.arange(starts[-1]) - starts[owner]
         place = first[owner] + within - before[0][owner]  # -1: the row before module m-1's first
         rows.append(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.batch.fixed import LiveBatch
-from attention.batch.host import HostBatch, HostBatches, covering, offsets_within, slots_at, write_pages
+from attention.batch.host import HostBatch, HostBatches, covering, offsets_within, owners_of, slots_at, write_pages
 from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, HostArrays
 from attention.checking import CHECKS
 from attention.staging import Arrays, Section, Staged, StagingArena, bucket_of
@@ -67,7 +67,7 @@ def step_tokens(rows: int, num_steps: int, num_modules: int) -> StepTokens:
     numbers = np.arange(1, num_steps + 1)[:, None]
     widths = np.minimum(numbers, num_modules)
     lens = np.repeat(widths, rows)
-    cell = np.repeat(np.arange(len(lens)), lens)
+    cell = owners_of(lens)
     stops = np.cumsum(widths * rows).tolist()
     return StepTokens(
         numbers=numbers,

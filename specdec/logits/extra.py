@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.batch.host import BatchExtra, offsets_within
+from attention.batch.host import BatchExtra, offsets_within, owners_of
 from attention.cached import cached_property
 from attention.checking import require
 from specdec.logits.forms import TokenPrefixes
@@ -43,7 +43,7 @@ class ChangedRows:
     @cached_property
     def owner(self) -> np.ndarray:
         """[N] int64, which of the m rows each row of logits is of."""
-        return np.repeat(np.arange(len(self.subjects)), self.counts)
+        return owners_of(self.counts)
 
     @property
     def offsets(self) -> np.ndarray:

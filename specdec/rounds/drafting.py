@@ -7,7 +7,7 @@ from typing import Generic
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within, rows_batch
+from attention.batch.host import HostBatch, offsets_within, owners_of, rows_batch
 from attention.staging import A, array
 from drafters.loops.base import CarriedRows, DraftingRows, DraftInput, PrefillPasses
 from specdec.rounds.rows import RowTable, Schedule, drafts_within
@@ -158,7 +158,7 @@ def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int =
     return AheadInputs(
         batches=tuple(batches),
         token_ids=token_ids,
-        token_sources=np.repeat(np.arange(len(counts)) * (target.max_drafts + 1), counts) + offsets_within(counts),
+        token_sources=owners_of(counts) * (target.max_drafts + 1) + offsets_within(counts),
         token_places=np.repeat(last_row[target.decided], counts) + offsets_within(counts),
         last_row=last_row,
         decided_place=decided_place,

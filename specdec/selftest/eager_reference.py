@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.batch.host import HostBatch, rows_batch
+from attention.batch.host import HostBatch, rows_batch, starts_of
 from attention.batch.metadata import BatchSection, single_batch_arena, stage
 from attention.errors import named_error
 from attention.hf.model_specific import reads_indices
@@ -129,7 +129,7 @@ class DummyRows:
         """Logits [R, V] of the tokens `logits_indices` [R] of a piece, float32. keep_aux: see `Target.forward`."""
         target, rows = self.target, list(piece.rows)
         start, stop, table = piece.start[rows], piece.stop[rows], self.table[rows]
-        query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
+        query_start_loc = starts_of(stop - start).astype(np.int32)
         batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
         section = BatchSection("batch")
         if target.states is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within, starts_of
+from attention.batch.host import HostBatch, offsets_within, owners_of, starts_of
 from attention.checking import require
 from attention.staging import Arrays
 
@@ -73,7 +73,7 @@ class Tiles:
         cluster = 2 if int(pairs.sum()) // len(pairs) > PAIRS else 1
         size = PAIRS * cluster
         counts = -(-pairs // size)
-        row = np.repeat(np.arange(len(counts)), counts)
+        row = owners_of(counts)
         number = offsets_within(counts)
         first = number * size
         seen = -(-(first + size) // heads)
@@ -131,7 +131,7 @@ class SplitKV:
         """keys: [T]."""
         chunk_size = tiles.chunk_size(keys)
         num_chunks = _num_chunks(keys, chunk_size)
-        tile = np.repeat(np.arange(len(num_chunks)), num_chunks)
+        tile = owners_of(num_chunks)
         begin = offsets_within(num_chunks) * chunk_size
         # The end of a tile's only chunk is left open: growing rows then change kv_end, and the chunks stay.
         limit = np.where(num_chunks[tile] > 1, begin + chunk_size, np.iinfo(np.int32).max)
@@ -231,7 +231,7 @@ def _merges(tiles: Tiles, split: SplitKV, keys: np.ndarray) -> np.ndarray:
     wanted = np.maximum(keys[split_tiles] * tiles.cluster // split.chunk_size, 1)
     share = -(-width // wanted)
     counts = -(-width // share)
-    at = np.repeat(np.arange(len(split_tiles)), counts)
+    at = owners_of(counts)
     offset = offsets_within(counts) * share[at]
     tile, width = split_tiles[at], width[at]
     start, place = tiles.start[tile], split.place[tile]

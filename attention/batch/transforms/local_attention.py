@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, offsets_within, page_layout
+from attention.batch.host import HostBatch, offsets_within, owners_of, page_layout
 from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
 from attention.batch.transforms.windowed import WindowedBatch, pages_from
 from attention.checking import CHECKS, whole_number
@@ -84,7 +84,7 @@ def local_attention(batch: HostBatch, chunk_size: int) -> HostBatch:
     first = batch.num_computed_tokens // chunk_size  # [B] chunk of the row's first query
     last = (batch.seq_lens - 1) // chunk_size
     counts = np.where(batch.query_lens > 0, last - first + 1, 0)
-    row = np.repeat(np.arange(batch.num_reqs), counts)
+    row = owners_of(counts)
     return _virtual_rows(batch, chunk_size, row, first[row] + offsets_within(counts))
 
 

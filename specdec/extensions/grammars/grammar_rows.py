@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.batch.host import offsets_within
+from attention.batch.host import offsets_within, owners_of
 from attention.checking import require
 from specdec.errors import SpecdecError
 from specdec.extensions.grammars.compiled import GrammarCompiler
@@ -53,7 +53,7 @@ def masked(logits: Tensor, round_: DecidedRows, own: GrammarRows, drafts: EarlyD
     """The logits [R', V] of a round, float32, with -inf for tokens that may not come."""
     banned = _banned(own, drafts, logits.device, logits.shape[1])
     scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
-    owner = np.repeat(np.arange(len(own.requests)), own.counts)
+    owner = owners_of(own.counts)
     places = np.stack([own.places[owner], offsets_within(own.counts)])
     place, offset = torch.from_numpy(places).to(logits.device, non_blocking=True)
     at = round_.logit_index[place, offset]
