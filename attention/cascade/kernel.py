@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.cache.kv_cache import LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.packed_kernel import PrefixTiling, SharedKeys, prefix_share
-from attention.kernels.tiles import attend_tile, key_places
+from attention.kernels.tiles import attend_tile, key_places, no_keys, rows_at
 from attention.spec import AttentionSpec
 
 _MOST_PARTS, _LEAST_KEYS = 8, 512
@@ -88,17 +88,15 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
         return
     first_page = tl.load(page_indptr_ptr + tl.min(tl.where(shared > 0, index, ROWS), 0))
     query_at = token * query_token + head * query_head  # [M]
-    q = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own[:, None], other=0.0)  # [M, D]
-    m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
-    l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
-    acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)  # [M, D] running weighted sum of values
+    q = rows_at(query_ptr, query_at, column, own[:, None])  # [M, D]
+    m, l, acc = no_keys(TILE_QUERIES, DIM)  # noqa: E741
     for start in tl.range(begin, tl.minimum(begin + share, length), TILE_KEYS, num_stages=STAGES):
         position = start + key_at  # [N]
         inside = position < length  # [N]
         at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
         at += kv_head * head_stride  # [N]
-        k = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
-        v = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
+        k = rows_at(keys_ptr, at, column, inside[:, None])  # [N, D]
+        v = rows_at(values_ptr, at, column, inside[:, None])  # [N, D]
         s = tl.dot(q, k.T) * scale_log2  # [M, N]
         s = tl.where(inside[None, :], s, -1e30)
         m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741

@@ -21,7 +21,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, LayerKV
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import attend_tile, key_places, row_keys, without_padding
+from attention.kernels.tiles import attend_tile, key_places, no_keys, row_keys, rows_at, without_padding
 from attention.spec import AttentionSpec
 
 _TILE_QUERIES = 32
@@ -67,15 +67,13 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     place = first_token.to(tl.int64) + token  # [M] row of query and out
     query_at = place * query_token + head * query_head  # [M]
     in_query = without_padding(own, column, DIM_K)  # [M, Wk] or [M, 1]
-    q = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=in_query, other=0.0)  # [M, Wk]
+    q = rows_at(query_ptr, query_at, column, in_query)  # [M, Wk]
     first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
     last_key = length - query_len + token  # [M] the last position that each query sees
     begin, end = 0, tl.minimum(length, length - query_len + (first_query + TILE_QUERIES - 1) // GROUP + 1)
     if HAS_WINDOW:
         begin = tl.maximum(length - query_len + first_query // GROUP - window + 1, 0) // TILE_KEYS * TILE_KEYS
-    m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
-    l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
-    acc = tl.zeros((TILE_QUERIES, WIDTH_V), tl.float32)  # [M, Wv] running weighted sum of values
+    m, l, acc = no_keys(TILE_QUERIES, WIDTH_V)  # noqa: E741
     for start in tl.range(begin, end, TILE_KEYS, num_stages=STAGES):
         position = start + key_at  # [N]
         inside = position < length  # [N]
@@ -86,9 +84,9 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
             of_values = key_places(page_indices_ptr, first_page, position, inside, value_page, value_slot, PAGE_SIZE)
             of_values += kv_head * value_head  # [N]
         in_key = without_padding(inside[:, None], column, DIM_K)  # [N, Wk] or [N, 1]
-        k = tl.load(keys_ptr + at[:, None] + column[None, :], mask=in_key, other=0.0)  # [N, Wk]
+        k = rows_at(keys_ptr, at, column, in_key)  # [N, Wk]
         in_value = without_padding(inside[:, None], value_column, DIM_V)  # [N, Wv] or [N, 1]
-        v = tl.load(values_ptr + of_values[:, None] + value_column[None, :], mask=in_value, other=0.0)  # [N, Wv]
+        v = rows_at(values_ptr, of_values, value_column, in_value)  # [N, Wv]
         if EIGHT_BITS:  # every e4m3 number is one of float16 and of bfloat16
             k, v = k.to(q.dtype), v.to(q.dtype)
         s = tl.dot(q, k.T) * scale  # [M, N]

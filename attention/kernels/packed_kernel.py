@@ -26,7 +26,7 @@ from torch import Tensor
 from attention.cache.kv_cache import LayerKV
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import attend_tile, key_places, row_keys
+from attention.kernels.tiles import attend_tile, counts_of, key_places, no_keys, row_keys, rows_at
 from attention.spec import AttentionSpec
 
 _FAR_AHEAD_BYTES = 150_000
@@ -172,8 +172,7 @@ def _place_of(  # type: ignore[no-untyped-def]
     have several.
     """
     index = tl.arange(0, ROWS)  # [ROWS]
-    first = tl.load(page_indptr_ptr + index, mask=index < rows, other=0)  # [ROWS]
-    pages = tl.load(page_indptr_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
+    pages = counts_of(page_indptr_ptr, index, rows)  # [ROWS]
     if CASCADE:
         pages -= tl.load(shared_ptr + index, mask=index < rows, other=0)
     share = tl.maximum(tl.cdiv(tl.sum(pages, 0), wanted), LEAST_PAGES)
@@ -239,11 +238,9 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     if part >= parts:
         return
     query_at = place * query_token + head * query_head  # [M]
-    q = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)  # [M, D]
+    q = rows_at(query_ptr, query_at, column, own)  # [M, D]
     last_key = length - query_len + token  # [M] the last position that each query sees
-    m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
-    l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
-    acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)  # [M, D] running weighted sum of values
+    m, l, acc = no_keys(TILE_QUERIES, DIM)  # noqa: E741
     if CASCADE:  # noqa: SIM102  # one is known to the compiler
         if (part == 0) & (before > 0):
             share_before = prefix_share(before, PREFIX_PARTS, PREFIX_TILE, PREFIX_LEAST)
@@ -262,8 +259,8 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         inside = position < length  # [N]
         at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
         at += kv_head * head_stride  # [N]
-        k = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
-        v = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
+        k = rows_at(keys_ptr, at, column, inside[:, None])  # [N, D]
+        v = rows_at(values_ptr, at, column, inside[:, None])  # [N, D]
         s = tl.dot(q, k.T) * scale_log2  # [M, N]
         s = tl.where(position[None, :] <= last_key[:, None], s, -1e30)
         m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741
@@ -280,9 +277,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         # acq_rel: releases this part's stores, and acquires the others' for the program that arrives last.
         arrived = tl.atomic_add(arrived_ptr + first_place, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
-            m = tl.full((TILE_QUERIES,), -1e30, tl.float32)
-            l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741
-            acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)
+            m, l, acc = no_keys(TILE_QUERIES, DIM)  # noqa: E741
             for other in range(parts):
                 other_place = first_place + other * KV_HEADS
                 # .cg: from L2, because other multiprocessors wrote these and L1 caches are not coherent.

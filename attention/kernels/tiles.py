@@ -16,6 +16,26 @@ def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr): 
 
 
 @triton.jit
+def counts_of(starts_ptr, index, rows):  # type: ignore[no-untyped-def]
+    """starts [rows + 1] -> from each row's start to the next one's, for the rows `index` [ROWS]; 0 from `rows` on."""
+    first = tl.load(starts_ptr + index, mask=index < rows, other=0)  # [ROWS]
+    return tl.load(starts_ptr + index + 1, mask=index < rows, other=0) - first
+
+
+@triton.jit
+def rows_at(pointer, at, column, mask):  # type: ignore[no-untyped-def]
+    """Rows that begin at offsets `at` [R], column by column: [R, W], zeros outside of `mask`."""
+    return tl.load(pointer + at[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def no_keys(QUERIES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """m, l and acc of `attend_tile` before the first tile."""
+    m = tl.full((QUERIES,), -1e30, tl.float32)  # [M]; finite, so that m - m_new is never NaN
+    return m, tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+
+
+@triton.jit
 def key_places(  # type: ignore[no-untyped-def]
     page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE: tl.constexpr
 ):

@@ -40,6 +40,7 @@ from attention.recurrence.kernel_rows import (
     row_of_chunk,
     row_tokens,
     running_sums,
+    square,
     stages,
     unit_lower_inverse,
 )
@@ -75,7 +76,7 @@ def _scores(  # type: ignore[no-untyped-def]
 ):
     """q, k [C, K] and gates Γ ([C, 1], or [C, K]) -> [C, C]: exp(Γ_i - Γ_j) (q_i · k_j) for j <= i, and the same of k
     with itself for j < i; zeros elsewhere."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    i, j = square(CHUNK)  # [C, 1], [1, C]
     if VECTOR_GATE:  # the decay is within the sum over K, and its two factors alone would overflow
         queries = tl.zeros((CHUNK, CHUNK), tl.float32)
         keys = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -98,7 +99,7 @@ def _gates(  # type: ignore[no-untyped-def]
 ):
     """g_at: where the chunk's first gate is, of `count` tokens -> the sums Γ within the chunk, [C, 1] or [C, K], and
     the last one, [1, 1] or [1, K]."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    i, j = square(CHUNK)  # [C, 1], [1, C]
     if VECTOR_GATE:
         g = tl.load(g_at + (i * g_token + column), mask=(i < count) & in_k, other=0.0)  # [C, K]
         return tl.cumsum(g, 0), tl.sum(g, 0)[None, :]
@@ -131,7 +132,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     begin, end = chunk_of_row(tokens, tl.load(num_new_ptr + row), chunk, CHUNK)
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    i, j = square(CHUNK)  # [C, 1], [1, C]
     column = tl.arange(0, WIDTH_K)[None, :]  # [1, K]
     inside, in_k = i < end - begin, column < DIM_K
     at = first + begin  # offsets of 64 bits for the chunk, of 32 within it: half the registers
@@ -205,7 +206,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     S = tl.reshape(S, (BLOCK_DV, WIDTH_K))
     committed, chunks = chunks_of_row(tokens, num_new, CHUNK)
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    i, j = square(CHUNK)  # [C, 1], [1, C]
     for chunk in range(chunks):
         begin, end = chunk_of_row(tokens, num_new, chunk, CHUNK)
         inside = i < end - begin  # [C, 1]

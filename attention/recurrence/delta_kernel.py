@@ -55,6 +55,7 @@ from attention.recurrence.kernel_rows import (
     facts_of_row,
     inner_rows,
     precision_of,
+    square,
     zero_padding,
 )
 from attention.recurrence.state_rows import StateRows
@@ -165,7 +166,7 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     count, committed = replay + tokens, replay + num_new
     if (tokens == 0) | (count > CHUNK):
         return
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    i, j = square(CHUNK)  # [C, 1], [1, C]
     column = tl.arange(0, WIDTH_K)[None, :]  # [1, K]
     in_k = column < DIM_K
     key_head, ring = first_head // (HEADS // KEY_HEADS), slot * RING_SIZE
@@ -295,7 +296,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     if (tokens == 0) | (count > CHUNK):
         wait_for_predecessor(DEPENDENT)
         return
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
+    i, j = square(CHUNK)  # [C, 1], [1, C]
     lane = tl.arange(0, PIECE)[None, :]  # [1, L]
     in_v, known = dv < DIM_V, tl.where(start > replay, DIM_K, 0)
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + ((head * DIM_V + dv) * DIM_K + lane)  # [B, L]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch
+from attention.kernels.tiles import counts_of
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import DeltaRing, ScanRing
 
@@ -136,8 +137,7 @@ def row_of_block(query_start_loc_ptr, rows, program, BLOCK: tl.constexpr, ROWS: 
     program's; `rows` for surplus programs. The number of blocks is at most tokens // BLOCK + rows.
     """
     index = tl.arange(0, ROWS)  # [ROWS]
-    first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
-    tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
+    tokens = counts_of(query_start_loc_ptr, index, rows)  # [ROWS]
     return row_of_program(tl.where(index < rows, tl.cdiv(tokens, BLOCK), 0), index, rows, program)
 
 
@@ -241,10 +241,16 @@ def row_of_chunk(  # type: ignore[no-untyped-def]
     """-> a program's row, and which of the row's chunks is its own; `rows` for a program too many. Rows of fewer than
     `least_tokens` tokens have no chunks."""
     index = tl.arange(0, ROWS)  # [ROWS]
-    first = tl.load(query_start_loc_ptr + index, mask=index < rows, other=0)  # [ROWS]
-    tokens = tl.load(query_start_loc_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
+    tokens = counts_of(query_start_loc_ptr, index, rows)  # [ROWS]
     _, chunks = chunks_of_row(tokens, tl.load(num_new_ptr + index, mask=index < rows, other=0), CHUNK)  # [ROWS]
     return row_of_program(tl.where(tokens >= least_tokens, chunks, 0), index, rows, program)
+
+
+@triton.jit
+def square(SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows [SIZE, 1] and the columns [1, SIZE] of a square, by number."""
+    number = tl.arange(0, SIZE)
+    return number[:, None], number[None, :]
 
 
 @triton.jit
@@ -254,7 +260,7 @@ def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     The blocks of 16 on the diagonal by forward substitution, all of them at once; then, with D their inverses and M = D
     times the rest, (I + M)⁻¹ D, in which M⁴ = 0. Powers of L itself would grow beyond float32 before they vanish.
     """
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]  # [SIZE, 1], [1, SIZE]
+    i, j = square(SIZE)  # [SIZE, 1], [1, SIZE]
     in_block = i // 16 == j // 16  # [SIZE, SIZE]
     inverse = tl.where(in_block, -L, 0.0)  # [SIZE, SIZE] without the diagonal
     for r in range(1, 16):
@@ -273,5 +279,5 @@ def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 def running_sums(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [1, SIZE] -> the sums of x[0] to x[i], [SIZE, 1]. By a mask: Triton 3.6 cannot scan so narrow a tile where a
     matmul's layout holds it."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]  # [SIZE, 1], [1, SIZE]
+    i, j = square(SIZE)  # [SIZE, 1], [1, SIZE]
     return tl.sum(tl.where(j <= i, x, 0.0), 1)[:, None]
