@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.cache.kv_cache import LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.packed_kernel import PrefixTiling, SharedKeys, prefix_share
-from attention.kernels.tiles import attend_tile, key_places, no_keys, rows_at
+from attention.kernels.tiles import attend_tile, block_of, key_places, no_keys, rows_at
 from attention.spec import AttentionSpec
 
 _MOST_PARTS, _LEAST_KEYS = 8, 512
@@ -79,7 +79,7 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     begin = part * share
     if begin >= length:
         return
-    packed = tl.program_id(1) * TILE_QUERIES + tl.arange(0, TILE_QUERIES)  # [M]
+    packed = block_of(tl.program_id(1), TILE_QUERIES)  # [M]
     column, key_at = tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
     token, head = (packed // GROUP).to(tl.int64), kv_head * GROUP + packed % GROUP  # [M], [M]
     own = token < tokens  # [M]

@@ -1,10 +1,22 @@
-"""Parts common to attention kernels over a paged cache: addresses of keys, and the online softmax. Imported on CUDA
-only."""
+"""Parts common to kernels: numbers of programs and elements; over a paged cache, addresses of keys and the online
+softmax. Imported on CUDA only."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def long_program_id(axis: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `tl.program_id`, int64: for offsets beyond 2^31."""
+    return tl.program_id(axis).to(tl.int64)
+
+
+@triton.jit
+def block_of(number, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The elements [SIZE] of a block, by their numbers among those of all blocks."""
+    return number * SIZE + tl.arange(0, SIZE)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of
 from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens, zero_padding
 from attention.recurrence.state_rows import StateRows
 
@@ -42,7 +43,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]  # [1, C]
+    channel = block_of(tl.program_id(1), BLOCK_C)[None, :]  # [1, C]
     inside = channel < CHANNELS
     if tl.program_id(0) == tl.num_programs(0) - 1:  # tokens of no row
         zero_padding(out_ptr + channel, query_start_loc_ptr + rows, total_tokens, CHANNELS, inside)
@@ -57,7 +58,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     if tokens == 0:
         return
     slot, start = tl.load(slots_ptr + row).to(tl.int64), tl.load(start_ptr + row)
-    offset = (block * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]  # [B, 1] of the row's tokens
+    offset = block_of(block, BLOCK_T)[:, None]  # [B, 1] of the row's tokens
     x_at = x_ptr + first * x_token + channel  # [1, C]
     ring_at = ring_ptr + slot * (RING_SIZE * CHANNELS) + channel  # [1, C]
     own = (offset < tokens) & inside  # [B, C]

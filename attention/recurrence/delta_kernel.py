@@ -46,6 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
+from attention.kernels.tiles import block_of
 from attention.recurrence.chunks_kernel import launch_chunks
 from attention.recurrence.index import MOST_INPUTS
 from attention.recurrence.kernel_rows import (
@@ -284,7 +285,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     PIECES: tl.constexpr = WIDTH_K // PIECE
     EXACT: tl.constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[:, None]  # [B, 1]
+    dv = block_of(block, BLOCK_DV)[:, None]  # [B, 1]
     if row == tl.num_programs(2) - 1:
         wait_for_predecessor(DEPENDENT)
         zero_padding(out_ptr + head * DIM_V + dv, query_start_loc_ptr + row, total_tokens, HEADS * DIM_V, dv < DIM_V)

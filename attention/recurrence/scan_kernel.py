@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of
 from attention.recurrence.kernel_rows import check_launch, facts_of_row, inner_rows, zero_padding
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import ScanRing
@@ -50,7 +51,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
-    channel, n = block * BLOCK + tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]  # [C, 1], [1, N]
+    channel, n = block_of(block, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]  # [C, 1], [1, N]
     in_c, in_n = channel < CHANNELS, n < STATES
     if row == tl.num_programs(1) - 1:
         zero_padding(out_ptr + channel, query_start_loc_ptr + row, total_tokens, CHANNELS, in_c)

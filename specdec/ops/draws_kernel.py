@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of, long_program_id
 from specdec.ops.filters_kernel import launch_filters
 from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
@@ -82,7 +83,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, DRAFTS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """It loads inputs that the filters' kernels do not write before it waits for them."""
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, part, parts = long_program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     packed_ptr += row * (2 * N + 2)
     index_ptr += row * (N + 1)
@@ -116,7 +117,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     if part == 0:
         tl.store(packed_ptr, at)
     target = (logits_ptr, index_ptr, stats_ptr, packed_ptr + N + 2, row_stride)
-    column = part * PART + tl.arange(0, PART)
+    column = block_of(part, PART)
     of_p, of_rest = _next_weights(column, at, at < num_drafts, target, head, (scale, floor, vocab))
     sums_ptr += row * 2 * parts + part
     tl.store(sums_ptr, tl.sum(of_p, 0))
@@ -151,7 +152,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     vocab, parts, row_stride, next_stride,
     N: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = long_program_id(0)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     num_drafts, column = tl.load(num_drafts_ptr + row), tl.arange(0, TOKENS)
     columns = tl.where(temperature != 0, N + 1, 0)
@@ -173,7 +174,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     head = None
     if proposal is not None:
         head = _head(proposal, row)
-    tokens = part * PART + tl.arange(0, PART)
+    tokens = block_of(part, PART)
     of_p, of_rest = _next_weights(tokens, at, rejected, target, head, (scale, floor, vocab))
     token = part * PART + _pick_in_part(tl.where(usable, of_rest, of_p), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
@@ -219,10 +220,10 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
 
     It loads inputs that the filters' kernels do not write before it waits for them.
     """
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, part, parts = long_program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     logits_ptr += row * row_stride
-    column = part * PART + tl.arange(0, PART)
+    column = block_of(part, PART)
     x = load_logits(logits_ptr + column, column < tl.where(temperature != 0, vocab, 0))  # [PART]
     uniform = _uniform_of_step(
         uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride, temperature != 0
@@ -239,7 +240,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     # .cg: from L2, because other multiprocessors wrote these and L1 caches are not coherent.
     sums = tl.load(sums_ptr + row * parts + each, mask=each < parts, other=0, cache_modifier=".cg")
     part, place = _pick_part(sums, uniform)
-    column = part * PART + tl.arange(0, PART)
+    column = block_of(part, PART)
     x = load_logits(logits_ptr + column, column < vocab)
     token = part * PART + _pick_in_part(_draft_weights(x, column, stats, temperature, min_p, vocab), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)

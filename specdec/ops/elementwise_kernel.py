@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of, long_program_id
 from specdec.ops.fp8_kernel import eight_bits, quantised
 from specdec.ops.linear import without_gaps
 
@@ -44,7 +45,7 @@ def _silu_product_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    token, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    token, start = long_program_id(0), tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
     gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0)  # [BLOCK]
@@ -97,7 +98,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
     wait_for_predecessor(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
+    token = long_program_id(0)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
     if ADDS:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
@@ -158,8 +159,8 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1] query heads, then key heads
+    token = long_program_id(0)
+    head = block_of(tl.program_id(1), HEADS)[:, None]  # [HEADS, 1] query heads, then key heads
     column = tl.arange(0, BLOCK)[None, :]  # [1, D/2]
     is_query = head < QUERY_HEADS
     inside = (head < QUERY_HEADS + KEY_HEADS) & (column < HALF)  # [HEADS, D/2]

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of, long_program_id
 from specdec.ops.logits_kernel import (
     ALL,
     COLUMNS,
@@ -113,12 +114,14 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     LEVEL: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
+    row, start = long_program_id(0), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
     if LEVEL == 0:
         wait_for_predecessor(DEPENDENT)
-    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
-    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(*given, row, per, row_stride, peak_stride)
+    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(
+        logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, per, row_stride,
+        peak_stride,
+    )  # fmt: skip
     if LEVEL > 0:
         wait_for_predecessor(DEPENDENT)
     counting = counts_tokens(top_k, vocab)
@@ -145,12 +148,12 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         tl.store(edges_ptr + row * WIDTH + column, edges)
     for part in range(start, tl.minimum(start + repeat, parts)):
         if copy_ptr is not None:  # at once: a load after a store would wait for the store
-            index = part * PART + tl.arange(0, PART)
+            index = block_of(part, PART)
             whole = load_logits(logits_ptr + index, index < vocab)  # [PART]
             tl.store(copy_ptr + row * copy_stride + index, whole, mask=index < vocab)
         sums, above = tl.zeros((WIDTH, TILE), tl.float32), tl.zeros((TILE,), tl.float32)
         for tile in tl.static_range(PART // TILE):
-            index = part * PART + tile * TILE + tl.arange(0, TILE)
+            index = part * PART + block_of(tile, TILE)
             x = load_logits(logits_ptr + index, index < vocab)  # [TILE]
             w = tl.where(index < vocab, tl.where(counting, 1.0, weight(x, peak, scale)), 0.0)
             nearer = (distance_from(x, peak)[None, :] < edges[:, None]).to(tl.float32)
@@ -182,10 +185,12 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     row_stride, peak_stride, per,
     WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
+    row, start = long_program_id(0), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
-    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
-    logits_ptr, peak, temperature, top_k, top_p, _floor = load_row(*given, row, per, row_stride, peak_stride)
+    logits_ptr, peak, temperature, top_k, top_p, _floor = load_row(
+        logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, per, row_stride,
+        peak_stride,
+    )  # fmt: skip
     counting = counts_tokens(top_k, vocab)
     place = tl.arange(0, PART)
     column = start * PART + place

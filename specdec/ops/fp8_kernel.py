@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of, long_program_id
 from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
@@ -134,8 +135,8 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)  # [G]
+    token = long_program_id(0)
+    group = block_of(tl.program_id(1), GROUPS)  # [G]
     column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [G, 128]
     x = tl.load(x_ptr + token * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
     rounded, scale = quantised(x, out_ptr.dtype.element_ty)
@@ -192,7 +193,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, WEIGHT_FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
     WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)  # [M]
+    token = block_of(tl.program_id(0), TILE_TOKENS)  # [M]
     first_row = tl.program_id(1) * TILE_ROWS
     row = first_row + tl.arange(0, TILE_ROWS)  # [N]
     column = tl.arange(0, _GROUP)  # [K]
@@ -231,7 +232,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
             else:
                 acc += tl.dot(x, tl.trans(w)) * scale[:, None]
         scales = ahead
-    out = out_ptr + tl.program_id(2).to(tl.int64) * tokens * rows
+    out = out_ptr + long_program_id(2) * tokens * rows
     if WEIGHT_FIRST:
         to = out + token[None, :].to(tl.int64) * rows + row[:, None]  # [N, M]
         tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real_token[None, :] & real_row[:, None])
@@ -247,7 +248,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     count,
     SPLITS: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)  # [SIZE]
+    place = block_of(tl.program_id(0), SIZE)  # [SIZE]
     inside = place < count
     wait_for_predecessor(DEPENDENT)
     total = tl.load(parts_ptr + place, mask=inside, other=0.0)

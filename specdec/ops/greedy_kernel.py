@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of, long_program_id
 
 _PART = 4096
 
@@ -29,8 +30,8 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = part * PART + tl.arange(0, PART)  # [PART]
+    row, part = long_program_id(0), tl.program_id(1)
+    column = block_of(part, PART)  # [PART]
     inside = column < vocab
     x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)  # [PART]
     x = tl.where(x != x, float("inf"), x)  # torch's arg max takes a NaN for the largest
@@ -52,7 +53,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     MOST_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    row = long_program_id(0)
     part = tl.arange(0, MOST_PARTS)
     best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))  # [MOST_PARTS]
     _, first = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -104,7 +105,7 @@ def _placing_kernel(  # type: ignore[no-untyped-def]
     PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    i = tl.program_id(0) * PLACES + tl.arange(0, PLACES)  # [PLACES]
+    i = block_of(tl.program_id(0), PLACES)  # [PLACES]
     inside = i < count
     flat = tl.load(flat_ptr + i, mask=inside, other=0)
     source = tl.load(sources_ptr + flat // width, mask=inside, other=0)
@@ -126,7 +127,7 @@ def _acceptance_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    row = long_program_id(0)
     column = tl.arange(0, COLUMNS)  # [COLUMNS]
     inside = column <= width
     place = tl.load(index_ptr + row * (width + 1) + column, mask=inside, other=0)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import block_of
 
 _TILE_TOKENS = 16
 _TILE_ROWS = 64
@@ -35,7 +36,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     tokens, rows, width, x_stride, weight_stride,
     TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [M] of the weight
+    row = block_of(tl.program_id(0), TILE_ROWS)  # [M] of the weight
     token = tl.arange(0, TILE_TOKENS)  # [N]
     column = tl.arange(0, TILE_WIDTH)  # [K]
     inside = row < rows  # [M]

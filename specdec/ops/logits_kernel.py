@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import wait_for_predecessor
+from attention.kernels.tiles import block_of, long_program_id
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -186,7 +187,7 @@ def _search(  # type: ignore[no-untyped-def]
             passed = tl.cumsum(of_part, 0) <= ties - kept
             part = tl.sum(passed.to(tl.int32), 0)
             before = tl.sum(tl.where(passed, of_part, 0), 0)
-            index = part * PART + tl.arange(0, PART)
+            index = block_of(part, PART)
             of_index = ordered(load_logits(logits_ptr + index, index < vocab), shift)
             tied = ((index < vocab) & (of_index == key)).to(tl.int32)
             first = part * PART + tl.sum((before + tl.cumsum(tied, 0) <= ties - kept).to(tl.int32), 0)
@@ -219,9 +220,11 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     SHIFT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
-    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(*given, row, per, row_stride, peak_stride)
+    row = long_program_id(0)
+    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(
+        logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, per, row_stride,
+        peak_stride,
+    )  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return
