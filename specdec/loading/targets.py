@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from attention.hf.patches import borrowed
 from drafters.checkpoints.layouts import module_names
 from drafters.checkpoints.tensor_files import open_folder, read_json
 from specdec.errors import InvalidInputError, ModelLoadError
@@ -307,8 +308,7 @@ def _from_pretrained(
     return model
 
 
-@contextmanager
-def _module_tensors_expected(config: PreTrainedConfig, found: AutoClass) -> Iterator[None]:
+def _module_tensors_expected(config: PreTrainedConfig, found: AutoClass) -> AbstractContextManager[None]:
     """Keep transformers from reporting multi-token-prediction tensors: it drops them, `load_mtp` reads them.
 
     Each model class keeps patterns of such names in `_keys_to_ignore_on_load_unexpected`; most cover only the published
@@ -318,16 +318,8 @@ def _module_tensors_expected(config: PreTrainedConfig, found: AutoClass) -> Iter
     modules = getattr(text, "num_nextn_predict_layers", None) or 0
     patterns = module_names(getattr(text, "num_hidden_layers", 0), modules)
     kind = model_class(config, found)
-    before = kind._keys_to_ignore_on_load_unexpected
-    own = "_keys_to_ignore_on_load_unexpected" in vars(kind)
-    kind._keys_to_ignore_on_load_unexpected = [*(before or ()), *patterns]
-    try:
-        yield
-    finally:
-        if own:
-            kind._keys_to_ignore_on_load_unexpected = before
-        else:
-            del kind._keys_to_ignore_on_load_unexpected
+    ignored = [*(kind._keys_to_ignore_on_load_unexpected or ()), *patterns]
+    return borrowed([(kind, "_keys_to_ignore_on_load_unexpected", ignored)])
 
 
 @contextmanager

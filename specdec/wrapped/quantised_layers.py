@@ -31,6 +31,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from attention.backends.limits import HALF
+from attention.hf.patches import borrowed
 from specdec.errors import UnsupportedModelError
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.ops.mixtures.choice import own_form
@@ -60,17 +61,13 @@ def unrounded_activations(model: nn.Module | None = None) -> Iterator[None]:
     """
     before = _ROUNDS.set(False)
     layers = () if model is None else tuple(model.modules())
-    wrapped = {layer: vars(layer)["forward"] for layer in layers if _rounds_by_its_forward(layer)}
+    wrapped = [layer for layer in layers if _rounds_by_its_forward(layer)]
     try:
-        for layer, rounding in wrapped.items():
-            layer.forward = _switched(layer, rounding)
-        with ExitStack() as modes:
+        with borrowed((layer, "forward", _switched(layer, layer.forward)) for layer in wrapped), ExitStack() as modes:
             if any(_rounds_by_its_weight(getattr(layer, "weight", None)) for layer in layers):
                 modes.enter_context(_WeightsMultipliedOut())
             yield
     finally:
-        for layer, rounding in wrapped.items():
-            layer.forward = rounding
         _ROUNDS.reset(before)
 
 

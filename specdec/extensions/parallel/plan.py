@@ -15,8 +15,8 @@ Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attention.hf.patches import borrowed
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.targets import AutoClass, model_class
 from specdec.values import Options
@@ -238,8 +239,7 @@ def told(plan: ShardingPlan, size: int) -> Options:
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
 
 
-@contextmanager
-def as_rank(device: torch.device, size: int) -> Iterator[None]:
+def as_rank(device: torch.device, size: int) -> AbstractContextManager[None]:
     """While transformers loads: this rank's device, and a mesh for which no process group is made.
 
     transformers' own meshes have three more dimensions of one rank each, for layers and again for experts, and torch
@@ -251,9 +251,4 @@ def as_rank(device: torch.device, size: int) -> Iterator[None]:
     # Of all ranks, whose process group is the default one, and for any dimensions: no other mesh divides anything.
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
     meshes: Any = SimpleNamespace(get_mesh=lambda dims: mesh)
-    own = mixin.initialize_distributed_mesh
-    mixin.initialize_distributed_mesh = lambda distributed_config: (device, meshes)
-    try:
-        yield
-    finally:
-        mixin.initialize_distributed_mesh = own
+    return borrowed([(mixin, "initialize_distributed_mesh", lambda distributed_config: (device, meshes))])
