@@ -67,6 +67,11 @@ def ratio(amount: float, of: float) -> float:
     return amount / of if of else math.nan
 
 
+def without_none(given: Fields) -> Options:
+    """The fields that are not None."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
     """The error for a value that is not allowed."""
     return InvalidInputError(f"{name}={short(value)}: allowed is {allowed}")

@@ -9,6 +9,7 @@ import click
 
 from specdec.cli.options import COUNT, added, examples, flag, load_model, load_options_of, model_options, option
 from specdec.errors import InvalidInputError
+from specdec.values import without_none
 
 _SECONDS = click.FloatRange(0, min_open=True)
 _SETTINGS = (
@@ -64,7 +65,7 @@ def serve(
         needed = 'pip install "specdec-hf[serve]"'
         raise InvalidInputError(f"specdec serve needs {error.name}, which is not installed: {needed}") from None
     keys = api_key.split(",") if api_key is not None else ()
-    own = {field.name: options[field.name] for field in fields(ServerSettings) if options.get(field.name) is not None}
+    own = without_none({field.name: options.get(field.name) for field in fields(ServerSettings)})
     settings = ServerSettings(**{"name": model, "keys": keys, **own})
     start_log(log_format, log_level)
     socket = bound(host, port)

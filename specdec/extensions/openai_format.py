@@ -29,7 +29,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Vocabulary
-from specdec.values import Fields, Json, flag, short, whole
+from specdec.values import Fields, Json, flag, short, whole, without_none
 
 LEAST = -9999.0
 """The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
@@ -168,7 +168,7 @@ def options_of(given: Fields, chat: bool) -> Json:
     Raises:
         InvalidInputError: something that is not served, log-probabilities that OpenAI has not, two values of an option.
     """
-    own = {name: value for name, value in given.items() if value is not None}
+    own = without_none(given)
     for name in OFF.keys() & own.keys():
         value = own.pop(name)
         if not any(value == off and type(value) is type(off) for off in OFF[name]):

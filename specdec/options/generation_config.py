@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from specdec.errors import InvalidInputError
 from specdec.options.load_options import Use
 from specdec.options.logits_options import OFF, LogitsOptions
-from specdec.values import Options, Reader, TokenIds, flag, real, refuse_type, short, whole
+from specdec.values import Options, Reader, TokenIds, flag, real, refuse_type, short, whole, without_none
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,7 +127,7 @@ def _fields_of(config: GenerationConfig) -> Options:
     if config.do_sample:
         found |= {name: _or(getattr(config, name), off) for name, off in _SAMPLED.items()}
     found |= LogitsOptions(**{name: getattr(config, name, None) for name in OFF}).settings
-    return {name: value for name, value in found.items() if value is not None}
+    return without_none(found)
 
 
 def sampling_of_model(model: Any) -> Options:

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from attention.errors import named_error
 from specdec.errors import InvalidInputError
-from specdec.values import Fields, Json, Options, flag, short
+from specdec.values import Fields, Json, Options, flag, short, without_none
 
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -55,7 +55,7 @@ def with_options(messages: Sequence[Any], given: Fields) -> Sequence[Any]:
     Raises:
         InvalidInputError: a value that is not allowed, or both a message that is continued and one that begins.
     """
-    own = {name: value for name, value in given.items() if value is not None}
+    own = without_none(given)
     if not own:
         return messages
     continued = own.get("continue_final_message", False)

@@ -10,7 +10,7 @@ from attention.errors import named_error
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
 from specdec.requests.chats import chat_ids, chat_text, num_characters, with_options
-from specdec.values import Fields, Options, flag, is_whole, short
+from specdec.values import Fields, Options, flag, is_whole, short, without_none
 
 Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
@@ -44,8 +44,7 @@ def prompts_of_call(prompts: Prompts, options: Options) -> Prompts:
     chat = flag("chat", options.pop("chat", False))
     for name in ("input_ids", "inputs"):
         prompts = given_once("prompts", prompts, name, options)
-    beside = {name: options.pop(name) for name in _BESIDE_IDS if name in options}
-    beside = {name: value for name, value in beside.items() if value is not None}
+    beside = without_none({name: options.pop(name, None) for name in _BESIDE_IDS})
     if beside and (prompts is None or isinstance(prompts, (str, Mapping))):
         raise InvalidInputError(
             f"{', '.join(beside)}: it belongs to token ids that are given by themselves: generate(input_ids, "

@@ -25,7 +25,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
-from specdec.values import Json, Options
+from specdec.values import Json, Options, without_none
 
 _FEATURES = ("temperature", "top_k", "top_p")
 """Options that `add_request` takes for one request, as transformers'."""
@@ -251,7 +251,7 @@ class Manager:
             self._handlers[request_id] = (callback, asyncio.get_running_loop())
 
     def _of_request(self, max_new_tokens: int | None, eos: Any, options: Options) -> SamplingParams:
-        changed = {name: value for name, value in options.items() if value is not None}
+        changed = without_none(options)
         if odd := sorted(set(changed) - set(_FEATURES)):
             raise InvalidInputError(f"add_request({', '.join(odd)}=…): allowed are {', '.join(_FEATURES)}")
         if changed and self._params.greedy:

@@ -26,7 +26,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.stats import pool_requests
 from specdec.requests.submission import filled
-from specdec.values import Fields, Json
+from specdec.values import Fields, Json, without_none
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -142,13 +142,14 @@ def _column(values: list[Any]) -> np.ndarray:
 
 def _told(completion: Completion) -> Json:
     """Fields of completions that requested them."""
-    found: Json = {
-        "truncated_by": completion.truncated_by,
-        "drafts": completion.drafts,
-        "logprobs": _plain(completion.logprobs),
-        "prompt_logprobs": _plain(completion.prompt_logprobs),
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    return without_none(
+        {
+            "truncated_by": completion.truncated_by,
+            "drafts": completion.drafts,
+            "logprobs": _plain(completion.logprobs),
+            "prompt_logprobs": _plain(completion.prompt_logprobs),
+        }
+    )
 
 
 def _plain(each: Iterable[TokenLogprobs | None] | None) -> list[Json | None] | None:

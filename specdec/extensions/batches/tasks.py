@@ -19,7 +19,7 @@ from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, st
 from specdec.extensions.tools.tool_use import FIELDS
 from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Fields, Json, short
+from specdec.values import Fields, Json, short, without_none
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
@@ -159,8 +159,8 @@ def prompt_of(row: Json) -> Any:
     Raises:
         InvalidInputError: none of them, several, or one that is no such thing.
     """
-    there = {name: row[name] for name in _PROMPTS if row.get(name) is not None}
-    template = {name: row[name] for name in CHAT_OPTIONS if row.get(name) is not None}
+    there = without_none({name: row.get(name) for name in _PROMPTS})
+    template = without_none({name: row.get(name) for name in CHAT_OPTIONS})
     if len(there) != 1:
         raise InvalidInputError(f"a row has one of {', '.join(_PROMPTS)}, not {' and '.join(there) or 'none of them'}")
     ((name, value),) = there.items()
@@ -183,7 +183,7 @@ def params_of(own: Json, asking: TaskDefaults, task: Task) -> SamplingParams:
     Raises:
         InvalidInputError: an option that there is not, or a value that is not allowed.
     """
-    options = own_names({name: value for name, value in own.items() if value is not None})
+    options = own_names(without_none(own))
     for name in _NOT_WRITTEN:
         if options.get(name):
             raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")
