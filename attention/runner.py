@@ -222,7 +222,7 @@ class GroupRunner:
         """
         spec = self.group.attention_specs[layer]
         if planned.plans is None:
-            return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
+            return spec.room(query, out).zero_()
         if CHECKS.on:
             planned.metadata.staged.ensure_fresh()
         given = out

@@ -11,6 +11,7 @@ from attention.errors import InvalidInputError
 
 if TYPE_CHECKING:  # the command line's list of options is read without it
     import numpy as np
+    from torch import Tensor
 
 _Positions = TypeVar("_Positions", int, "np.ndarray")
 
@@ -101,6 +102,10 @@ class AttentionSpec:
         if self.chunk_size is not None:
             return Reach(self.chunk_size, self.chunk_size)
         return None if self.window is None else Reach(self.window)
+
+    def room(self, query: Tensor, out: Tensor | None) -> Tensor:
+        """Where a layer's results [T, Hq, Dv] of a query go: out, or else new memory."""
+        return query.new_empty(query.shape[0], self.num_q_heads, self.head_dim_v) if out is None else out
 
     def __post_init__(self) -> None:
         if self.alibi is None:

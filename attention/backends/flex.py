@@ -269,8 +269,7 @@ class FlexBackend:
         if layer_kv.value_scale != 1.0:
             attended = attended * layer_kv.value_scale
         found = attended[0].index_select(1, plan.place).unflatten(1, (tokens, groups))  # [Hkv, T, G, Dv]
-        if out is None:
-            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        out = key.room(query, out)
         out[:tokens].unflatten(1, (heads, groups)).copy_(found.transpose(0, 1))
         return out
 

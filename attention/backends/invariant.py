@@ -71,8 +71,7 @@ def run_invariant(
     from attention.kernels.invariant_kernel import launch_invariant_attention
 
     write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-    if out is None:
-        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+    out = key.room(query, out)
     launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
     return out
 

@@ -158,11 +158,10 @@ class TorchBackend:
             attended = _attend_segment(plan.segments[0], key, query[:tokens], layer_kv, sinks)
             if out is None and tokens == len(query):
                 return attended
-            out = query.new_empty(len(query), *attended.shape[1:]) if out is None else out
+            out = key.room(query, out)
             out[:tokens] = attended
             return out
-        if out is None:
-            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        out = key.room(query, out)
         for segment in plan.segments:
             assert segment.tokens is not None
             rows = segment.tokens

@@ -352,6 +352,7 @@ class FlashInferBackend:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         from attention.kernels.cache_write import write_kv
 
+        out = key.room(query, out)
         if isinstance(plan, MlaPlan):
             return run_mla(plan, query, key_states, layer_kv, metadata, out)
         if isinstance(plan, TrtllmPlan):
@@ -362,8 +363,6 @@ class FlashInferBackend:
             for kernel, generation, _ in plan.parts:
                 require(kernel.generation == generation, "a wrapper was planned anew before this plan ran")
         write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-        if out is None:
-            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
         for kernel, _, start in plan.parts:
             if start:  # its plan counts tokens from the part's first one
                 kernel.run(query[start:], layer_kv, out[start:], sinks)

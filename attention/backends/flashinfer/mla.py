@@ -224,7 +224,7 @@ def run_mla(
     key_states: Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
-    out: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
     """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512].
 
@@ -235,7 +235,5 @@ def run_mla(
     if CHECKS.on:
         require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
     write_kv(layer_kv, key_states, key_states, metadata.slot_mapping)
-    if out is None:
-        out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
     plan.kernel.run(plan, query, layer_kv, out)
     return out

@@ -245,13 +245,12 @@ def run_trtllm(
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
     sinks: Tensor | None,
-    out: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
     """Write K and V, then attend; see `AttentionBackend.run`."""
     from attention.kernels.cache_write import write_kv
 
     write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     sinks = None if sinks is None else sinks.float()
     for launch in plan.launches:
         rows = slice(launch.start, launch.stop)
