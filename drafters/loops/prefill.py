@@ -58,7 +58,7 @@ def accepted_rows(
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]
-    new_start_loc = starts_of(lens)
+    new_start_loc = np.concatenate([[0], np.cumsum(lens)])
     offsets = np.repeat(starts - new_start_loc[:-1], lens)
     return AcceptedRows(
         query_start_loc=new_start_loc.astype(np.int32),

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from attention.batch.host import BatchExtra, HostBatch, owners_of, rows_batch, starts_of
+from attention.batch.host import BatchExtra, HostBatch, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.cached import cached_property
 from attention.spec import Reach
@@ -153,7 +153,7 @@ class TargetArrays:
     @cached_property
     def query_start_loc(self) -> np.ndarray:
         """[B+1]."""
-        return starts_of(self.lens)
+        return np.concatenate([[0], np.cumsum(self.lens)])
 
     @cached_property
     def num_drafts(self) -> np.ndarray:
@@ -169,7 +169,7 @@ class TargetArrays:
     def inputs(self) -> TargetInputs:
         """The ragged layout, row after row."""
         lens, starts, counts = self.lens, self.query_start_loc, self.num_drafts + 1
-        owner = owners_of(lens)
+        owner = np.repeat(np.arange(len(lens)), lens)
         drafted = np.arange(starts[-1]) - starts[owner] >= self.num_new[owner]
         token_ids = np.zeros(starts[-1], np.int64)
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
@@ -239,7 +239,7 @@ def target_arrays(
     lens, num_drafts = schedule.num_new + schedule.num_drafts, schedule.num_drafts
     vars(target).update(  # the cached properties, which the next steps read anyway
         lens=lens,
-        query_start_loc=starts_of(lens),
+        query_start_loc=np.concatenate([[0], np.cumsum(lens)]),
         num_drafts=num_drafts[target.decided],
         max_drafts=int(num_drafts.max(initial=0)),
     )
