@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
-from attention.backends.limits import check_causal, check_query_heads
+from attention.backends.limits import check_causal, check_query_heads, dtype_name
 from attention.batch.host import HostBatch, offsets_within, owners_of
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
@@ -235,7 +235,7 @@ class FlexBackend:
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         form = "eager" if self._compiler is None else "compiled"
-        return f"torch FlexAttention, {form}, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
+        return f"torch FlexAttention, {form}, cache {dtype_name(group.format.dtype_for(dtype))}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlexBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.backends.limits import HALF, check_causal, check_heads
+from attention.backends.limits import HALF, check_causal, check_heads, dtype_name
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -51,8 +51,8 @@ def own_kernel(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str
     dims = f"head dim {key.head_dim_k}"
     if key.head_dim_v != key.head_dim_k:
         dims = f"head dims {key.head_dim_k} and {key.head_dim_v}"
-    cache = "" if group.format.dtype is None else f", cache {str(group.format.dtype).removeprefix('torch.')}"
-    return f"Triton kernel, {str(dtype).removeprefix('torch.')}, {dims}{cache}"
+    cache = "" if group.format.dtype is None else f", cache {dtype_name(group.format.dtype)}"
+    return f"Triton kernel, {dtype_name(dtype)}, {dims}{cache}"
 
 
 def run_invariant(

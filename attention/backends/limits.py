@@ -14,6 +14,11 @@ WIDEST_HEAD = 512
 """Widest head of specdec's own kernel (`attention/kernels/invariant_kernel.py`), of keys and of values."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in a word."""
+    return str(dtype).removeprefix("torch.")
+
+
 def has_flashinfer_heads(key: AttentionSpec) -> bool:
     """Whether FlashInfer has a paged kernel for heads of this width; all others take specdec's kernel."""
     return key.head_dim_k == key.head_dim_v and key.head_dim_k in HEAD_DIMS

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.backends.limits import check_causal, check_query_heads
+from attention.backends.limits import check_causal, check_query_heads, dtype_name
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
@@ -127,7 +127,7 @@ class TorchBackend:
         self._device = device
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
+        return f"torch reference, cache {dtype_name(group.format.dtype_for(dtype))}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> TorchBuilder:
         """A builder for `key`, any floating dtype.

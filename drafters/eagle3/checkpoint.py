@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention.backends.limits import dtype_name
 from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import (
@@ -139,7 +140,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     weights |= {name.replace("input_layernorm", "hidden_norm"): weights[name].clone() for name in deep}
     d2t = offsets_of(head.target_ids).cpu()
     maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
-    config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
+    config = spec_to_config(head.spec, dtype_name(stored))
     return write_folder(folder, config, weights | maps)
 
 

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from attention.backends.limits import dtype_name
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import rope_to_config
@@ -202,7 +203,7 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "draft_vocab_size": spec.draft_vocab_size,
         "target_hidden_size": None,  # same as the head's: `problems_of` refuses others
         "norm_before_residual": spec.norm_before_residual,

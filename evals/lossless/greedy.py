@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from attention.backends.limits import dtype_name
 from evals.acceptance.summary import ByArm, Json
 from evals.data.datasets import DataSet, Question
 from evals.runs.answers import Answer
@@ -113,7 +114,7 @@ def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     needed, (free, total) = weights * dtype.itemsize, torch.cuda.mem_get_info(device)
     if needed > free:
         raise OutOfDeviceMemoryError(
-            f"the check replays the whole target in {str(dtype).removeprefix('torch.')}, which takes "
+            f"the check replays the whole target in {dtype_name(dtype)}, which takes "
             f"{needed / 2**30:.1f} GiB on {device}; {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free. Give a "
             "smaller KV cache (--kv-cache-tokens, --gpu-memory-utilization); a target that one GPU cannot hold so has "
             "no replay: `specdec eval acceptance` compares its answers with the target's alone, without one"

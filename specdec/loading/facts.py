@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attention.backends.limits import dtype_name
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
 from attention.hf.model_specific import dense_up_to
@@ -13,7 +14,7 @@ from attention.hf.weights import is_quantised, model_bytes, num_elements
 from attention.runner import GroupRunner
 from specdec.loading.assembly import builds_of
 from specdec.loading.cache_format import scales_in_words
-from specdec.loading.quantisation import dtype_in_words, kind_in_words, quantisation_of
+from specdec.loading.quantisation import kind_in_words, quantisation_of
 from specdec.options.generation_config import named, sampling_of_model, unsupported
 from specdec.values import Json
 from specdec.wrapped.changes import adapter_layers, adapter_states, in_words
@@ -54,7 +55,7 @@ def facts_of(model: Any) -> Json:
         "vocab_size": model.target.vocab_size,
         "num_layers": model.target.num_layers,
         "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "device": str(model.device),
         "backend": model.backend_name,
         "linears": linears_in_words(model.hf_model, model.plain_linears),
@@ -112,7 +113,7 @@ def _quantisation(model: Any) -> Json | None:
     layers = Counter(kind_in_words(layer) for layer in target.modules() if is_quantised(layer))
     runs, fp8 = "as stored", model.target.fp8
     if found.dequantised:
-        runs = f"dequantised in {dtype_in_words(target)}: {found.dequantised}"
+        runs = f"dequantised in {dtype_name(target.dtype)}: {found.dequantised}"
     elif fp8 is not None and model.device.type == "cpu":
         runs = "multiplied out in float32 in every matmul"
     return {
@@ -157,7 +158,7 @@ def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> s
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     own = "" if layers is None else f"{'attention ' if hybrid else ''}layers {','.join(map(str, layers))}: "
-    return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
+    return f"{own}{tokens:,} tokens in {dtype_name(dtype)}, {group.layout} pages, {size:.3g} GiB"
 
 
 def _long_rope(model: Any) -> str | None:
@@ -184,7 +185,7 @@ def _recurrent(states: StateRunner) -> Json:
     return {
         "calls": dict(Counter(spec.kind for spec in group.specs)),
         "kernel": states.functions.name,
-        "state_dtype": str(group.state_dtype).removeprefix("torch."),
+        "state_dtype": dtype_name(group.state_dtype),
         "row_bytes": group.bytes_per_row(states.dtype),
         "GiB": round(group.num_bytes(states.dtype) / 2**30, 3),
     }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from attention.backends.limits import dtype_name
 from attention.hf.weights import dense_weight
 from drafters.base import DraftsOnSome, Head, TargetFacts
 from drafters.checkpoints.config_fields import UNKNOWN, Reported
@@ -294,10 +295,10 @@ def _check_place(head: Any, model: PreTrainedModel) -> None:
     places = {weight.device for weight in weights}
     if places <= {model.device} and (not dtypes or model.dtype in dtypes):
         return
-    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    found = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
     raise HeadMismatchError(
         f"the head is {found} on {', '.join(sorted(map(str, places)))}, the target "
-        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; move it with head.to(device, dtype)"
+        f"{dtype_name(model.dtype)} on {model.device}; move it with head.to(device, dtype)"
     )
 
 

@@ -23,6 +23,7 @@ from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import import_utils
 
+from attention.backends.limits import dtype_name
 from attention.hf.weights import is_quantised
 from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict
@@ -266,7 +267,7 @@ def warn_of_dense(name: str, model: PreTrainedModel, found: Quantisation | None)
     """Warn that weights which are small on disk are not so in memory."""
     if found is not None and found.dequantised:
         warn_user(
-            f"{name}: the weights are quantised by {found}, and run dequantised in {dtype_in_words(model)}, without "
+            f"{name}: the weights are quantised by {found}, and run dequantised in {dtype_name(model.dtype)}, without "
             f"what that saves in memory and time: {found.dequantised}"
         )
 
@@ -275,10 +276,6 @@ def kind_in_words(layer: torch.nn.Module) -> str:
     weight = getattr(layer, "weight", None)
     held = type(getattr(weight, "data", None))
     return type(layer).__name__ if held in (Tensor, type(None)) else f"{type(layer).__name__} of {held.__name__}"
-
-
-def dtype_in_words(model: PreTrainedModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def _scheme(stored: Config) -> str:
@@ -399,8 +396,8 @@ def _scaled_in(kind: torch.dtype, tensors: StateDict) -> StateDict:
             lost = (cast[name] == 0) & (tensor != 0)
             if lost.any() or not cast[name].isfinite().all():
                 raise ModelLoadError(
-                    f"dtype={str(kind).removeprefix('torch.')} cannot hold the scales {name} (largest "
-                    f"{float(tensor.abs().max()):.3g}, in {str(tensor.dtype).removeprefix('torch.')}); "
+                    f"dtype={dtype_name(kind)} cannot hold the scales {name} (largest "
+                    f"{float(tensor.abs().max()):.3g}, in {dtype_name(tensor.dtype)}); "
                     "give dtype='bfloat16' or dtype='float32'"
                 )
     return cast

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.backends.limits import dtype_name
 from attention.errors import named_error
 
 _ALIGNED = 16
@@ -34,7 +35,7 @@ class ProductShape(NamedTuple):
 
     def __str__(self) -> str:
         """The name of the shape in a file of choices."""
-        return f"{str(self.dtype).removeprefix('torch.')} {self.rows}x{self.width} {self.tokens}"
+        return f"{dtype_name(self.dtype)} {self.rows}x{self.width} {self.tokens}"
 
     @property
     def is_aligned(self) -> bool:

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from attention.backends.limits import dtype_name
 from specdec.values import ratio, short
 
 _MOST_LETTERS = 60
@@ -75,7 +76,7 @@ def _model_rows(model: Any) -> list[tuple[str, str]]:
     """What it is, in the order of its line and more; whatever state it is in, also after `close`."""
     named = getattr(model.checkpoint, "name", None) or model.hf_model.name_or_path or type(model.hf_model).__name__
     name = Path(str(named)).name if Path(str(named)).is_absolute() else str(named)
-    device = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+    device = f"{dtype_name(model.dtype)} on {model.device}"
     stats = model.engine_stats
     config = model.config
     served = ("served", f"{tau_words(stats.tau)} in {stats.requests} requests" if stats.requests else "no requests yet")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attention.backends.limits import dtype_name
 from attention.hf.gate import gate_of
 from attention.hf.port import ATTENTION_NAME
 from attention.hf.weights import address_of
@@ -290,7 +291,7 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _words(snapshot: _Snapshot) -> str:
-    return ", ".join(sorted({f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in snapshot.kinds}))
+    return ", ".join(sorted({f"{dtype_name(dtype)} on {device}" for dtype, device in snapshot.kinds}))
 
 
 class WeightVersions:

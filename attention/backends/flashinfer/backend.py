@@ -48,13 +48,12 @@ from attention.backends.flashinfer.wrapper import (
     PlanShape,
     Route,
     building,
-    dtype_name,
     kernel_name,
     split_bytes,
     splits_kv,
 )
 from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
-from attention.backends.limits import HALF, HEAD_DIMS, check_causal, check_heads, has_flashinfer_heads
+from attention.backends.limits import HALF, HEAD_DIMS, check_causal, check_heads, dtype_name, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV

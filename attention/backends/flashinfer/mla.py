@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention.backends.building import Build, Builds, in_background
 from attention.backends.flashinfer.mla_plan import LATENT_DIM, PlanLayout, SplitKV, Tiles, write_all, write_lengths
-from attention.backends.limits import HALF
+from attention.backends.limits import HALF, dtype_name
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -102,9 +102,7 @@ class MlaPlan:
 
 def building_latent(dtype: torch.dtype, device: torch.device) -> Build:
     """The build of the kernel for `dtype`, begun at the first call."""
-    return in_background(
-        ("MLA", dtype, device), f"MLA, {str(dtype).removeprefix('torch.')}", partial(_module, dtype, device)
-    )
+    return in_background(("MLA", dtype, device), f"MLA, {dtype_name(dtype)}", partial(_module, dtype, device))
 
 
 def _module(dtype: torch.dtype, device: torch.device) -> Any:

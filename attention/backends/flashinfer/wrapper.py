@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.building import ASIDE, Build, in_background
+from attention.backends.limits import dtype_name
 from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import CHECKS, require
@@ -396,11 +397,6 @@ def kernel_name(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, rout
     words += [f"cache {dtype_name(cache)}"] if cache != dtype else []
     offered = (("window", key.window is not None), ("softcap", key.softcap is not None), ("sinks", key.has_sinks))
     return ", ".join(words + [word for word, present in offered if present])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype in a word."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _sink_variant(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.backends.limits import dtype_name
 from attention.errors import HandoffMismatchError, named_error
 from attention.transport.region_tables import VERSION, EngineTable
 from specdec.requests.request import Completion, Request, Update
@@ -24,7 +25,7 @@ from specdec.requests.submission import Submission
 from specdec.values import Json, Options, TokenIds, number, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {dtype_name(d): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
 _LONGEST_HEADER = 2**28
 _SECONDS = number("seconds, from 0 on", lambda seconds: 0 <= seconds < math.inf)
 _COUNTS = ("limit", "num_drafts", "sample_index", "preemptions", "prefix_hit_tokens", "cached_tokens")
@@ -203,7 +204,7 @@ class Handoff:
             "moved": None if self.moved is None else asdict(self.moved),
             "blocks": {group: list(own) for group, own in self.blocks.items()},
             "completion": None if self.completion is None else asdict(self.completion),
-            "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in self.tensors.items()],
+            "tensors": [[name, dtype_name(t.dtype), list(t.shape)] for name, t in self.tensors.items()],
         }
         text = json.dumps(header).encode()
         # As bytes by way of uint8: numpy has no bfloat16.

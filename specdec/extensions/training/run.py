@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from attention.backends.limits import dtype_name
 from drafters.base import FINAL_NORM, Head, Recipe, TrainedHead
 from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
@@ -107,7 +108,7 @@ def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, h
     values = {
         "head": Setting(family),
         "target": Setting(target_fingerprint(model.hf_model), str(described["target"])),
-        "dtype": Setting(str(model.dtype).removeprefix("torch.")),
+        "dtype": Setting(dtype_name(model.dtype)),
         "device": Setting(model.device.type),
         "backend": Setting(model.backend_name),
         "held_out": Setting(held_out),
