@@ -99,6 +99,7 @@ ROOMS = [
     "attention/errors.py",
     "attention/checking.py",
     "attention/cached.py",
+    "attention/threads.py",
     "attention/staging.py",
     "attention/spec.py",
     "attention/batch",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import Any
 
 from attention.errors import KernelBuildError
+from attention.threads import start_thread
 
 log = logging.getLogger("specdec")
 ASIDE = {"aside": True}
@@ -31,7 +32,7 @@ class Build:
         self._made: Any = None
         self._started = time.perf_counter()
         self._seconds = 0.0
-        Thread(target=self._run, name=f"build {name}", daemon=True).start()
+        start_thread(self._run, name=f"build {name}")
 
     @property
     def done(self) -> bool:

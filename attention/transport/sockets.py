@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import socket
 import socketserver
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
+from attention.threads import start_thread
 from attention.transport.region_tables import Bounds, CopyRange, JsonObject
 from attention.transport.transports import Granting, ReadPlan, put, synchronize
 
@@ -78,7 +78,7 @@ class SocketTransport(Granting):
             raise TransferError(f"cannot listen on {self._place[0]}:{self._place[1]}: {error}") from error
         server.transport = self
         # 0.1 s: the server's loop looks for a shutdown this often, so `close` waits no longer than that.
-        threading.Thread(target=server.serve_forever, args=(0.1,), name="specdec transfer", daemon=True).start()
+        start_thread(server.serve_forever, 0.1, name="specdec transfer")
         self._server = server
         host, port = server.server_address[:2]
         return {"host": host, "port": port}

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
+from attention.threads import start_thread
 from drafters.base import Save, TrainedHead
 from drafters.errors import TrainingDivergedError
 from drafters.training.data import AnswerSet
@@ -43,7 +44,7 @@ class LinesOfProgress(Progress):
         super().start()
         self._ended = threading.Event()
         if not self.console.is_terminal and not self.disable:
-            threading.Thread(target=self._print_lines, daemon=True).start()
+            start_thread(self._print_lines)
 
     def stop(self) -> None:
         self._ended.set()

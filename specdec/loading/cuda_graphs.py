@@ -15,6 +15,7 @@ from torch import nn
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from attention.hf.weights import runs_plainly
+from attention.threads import start_thread
 from drafters.base import Head
 from drafters.loops.base import AnyLoop, GraphLoop
 from specdec.config import EngineConfig
@@ -196,9 +197,7 @@ def loading_thread() -> Thread:
     Both take seconds. The processes import torch, at a low priority: compilers of attention kernels are what a first
     start waits for in the end.
     """
-    thread = Thread(target=_warm, name="load the compiler", daemon=True)
-    thread.start()
-    return thread
+    return start_thread(_warm, name="load the compiler")
 
 
 def _warm() -> None:

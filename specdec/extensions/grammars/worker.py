@@ -8,7 +8,6 @@ abandoned.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
@@ -16,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from attention.cached import cached_property
+from attention.threads import start_thread
 
 
 class GrammarThread:
@@ -26,7 +26,7 @@ class GrammarThread:
         self._lib = lib
         self._calls = SimpleQueue[tuple[Callable[[GrammarThread], None], Future[None]]]()
         # A daemon, because one that is left behind must not keep the process from ending.
-        threading.Thread(target=self._serve, name="specdec-grammars", daemon=True).start()
+        start_thread(self._serve, name="specdec-grammars")
 
     @cached_property
     def executor(self) -> Any:

@@ -7,7 +7,6 @@ waits for all of them.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from attention.errors import OutOfPagesError, named_error
+from attention.threads import start_thread
 from attention.transport.region_tables import EngineTable, RankTable
 from attention.transport.transports import Read, ReadPlan, Transport
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
@@ -280,8 +280,7 @@ class FollowedTransfers:
         """
         # Read now: rank 0 may drop the reservation before the thread has started.
         pages = self.model.engine.guests.held.pages_of(key[2])
-        own = (key, deadline, handoff, pages)
-        threading.Thread(target=self._fetch, args=own, name="specdec fetch", daemon=True).start()
+        start_thread(self._fetch, key, deadline, handoff, pages, name="specdec fetch")
 
     def _fetch(self, key: Key, deadline: float, handoff: Handoff, pages: Pages) -> None:
         """Runs on a separate thread, concurrently with rounds."""

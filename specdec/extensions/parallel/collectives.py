@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.threads import start_thread
 from specdec.errors import RanksLostError
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -152,7 +153,7 @@ class HelperThread:
 
     def __init__(self, name: str) -> None:
         self._calls = SimpleQueue[_Call | None]()
-        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
+        start_thread(_run, self._calls, name=name)
         weakref.finalize(self, self._calls.put, None).atexit = False  # at exit, calls may still follow
 
     def start(self, call: Callable[[], object]) -> threading.Event:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.threads import start_thread
 from specdec.extensions.parallel.collectives import LONGEST_RELEASE, Collectives
 
 MOST_BYTES = 8 << 20
@@ -122,8 +122,7 @@ class SymmetricCollectives(Collectives):
 
     def abort(self) -> None:
         """See `Collectives.abort`: NCCL's calls and the sums that wait for each other are let go at once."""
-        beside = threading.Thread(target=self.let_go, name="release", daemon=True)
-        beside.start()
+        beside = start_thread(self.let_go, name="release")
         super().abort()
         beside.join()
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from attention.threads import start_thread
 from specdec.errors import InvariantError, RanksLostError
 from specdec.extensions.parallel.among_ranks import FollowedTransfers
 from specdec.extensions.parallel.collectives import RankGoneError
@@ -46,8 +47,8 @@ class Inbox:
         self._speaking = threading.Lock()
         self._messages = SimpleQueue[tuple[int, Any]]()
         self.later = deque[tuple[int, Any]]()
-        threading.Thread(target=self._read, name="inbox", daemon=True).start()
-        threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
+        start_thread(self._read, name="inbox")
+        start_thread(self._end_with, parent, name="parent")
 
     def get(self) -> tuple[int, Any]:
         """A model's number and the next message to it; waits for it."""

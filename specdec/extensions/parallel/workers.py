@@ -27,6 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from attention.threads import start_thread
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.extensions.parallel.collectives import Collectives, leave_group
 from specdec.extensions.parallel.messages import Close, Failed, Key, RankChannel, Reply
@@ -86,7 +87,7 @@ class Workers:
                 raise ModelLoadError(f"a rank did not start: rank {len(self.processes) + 1}: {error}") from error
             raise
         for process in self.processes:
-            threading.Thread(target=self._listen, args=(process,), name="rank", daemon=True).start()
+            start_thread(self._listen, process, name="rank")
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -258,7 +259,7 @@ class Workers:
                 process.answers[message.key] = message
             else:
                 process.failed = message
-                threading.Thread(target=self.end_waiting, args=(process, self.load), daemon=True).start()
+                start_thread(self.end_waiting, process, self.load)
             self.changed.notify_all()
 
     def end_waiting(self, process: Process, load: object) -> None:

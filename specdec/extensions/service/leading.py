@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+from attention.threads import start_thread
 from specdec.engine.sharing import CLOSED_MEANWHILE, READ_ELSEWHERE, SharedEngine
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
@@ -82,10 +83,7 @@ class Leader:
                 raise ClosedModelError(CLOSED_MEANWHILE)
             self.new.append(stream)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self), self._wake), name="specdec-leader", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(_run, weakref.ref(self), self._wake, name="specdec-leader")
         self._wake.put(None)
 
     def end(self) -> None:
