@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
+from attention.errors import InvalidInputError, TransferError, TransferTimeoutError, named_error
 from attention.transport.region_tables import Bound, Bounds, Descriptors, JsonObject, RankTable, Segments
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
@@ -213,8 +213,7 @@ class NixlRead:
                 )
             time.sleep(min(max(_PROMPTLY, (now - started) / 10), deadline - now))
         if self.error is not None:
-            text = f"{type(self.error).__name__}: {self.error}"
-            raise TransferError(f"engine {self.plan.source.engine} is gone: {text}") from self.error
+            raise TransferError(f"engine {self.plan.source.engine} is gone: {named_error(self.error)}") from self.error
         synchronize(self.bounds)
 
     @property

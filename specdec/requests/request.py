@@ -368,7 +368,7 @@ class Call:
         elif fault is not None:
             self.refusal = ModelChangedError(
                 "the model has changed since it was wrapped, so that it cannot be looked at "
-                f"({type(fault).__name__}: {fault}); wrap it again with "
+                f"({named_error(fault)}); wrap it again with "
                 "SpeculativeModel.from_pretrained(model, …)"
             )
             self.refusal.__cause__ = fault

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from attention.errors import named_error
 from specdec.errors import InvalidInputError, SpecdecError
 from specdec.extensions.grammars.compiled import STUCK, CompiledGrammar, GrammarCompiler, Ids, compiler_of
 from specdec.requests.grammar import Grammar, TokenMatcher
@@ -241,7 +242,7 @@ class UserGrammar(RequestGrammar):
         # The user's fork or __deepcopy__ may raise anything.
         except Exception as error:
             raise InvalidInputError(
-                f"grammar: {type(matcher).__name__} cannot be copied for its request ({type(error).__name__}: {error})"
+                f"grammar: {type(matcher).__name__} cannot be copied for its request ({named_error(error)})"
                 "; give it a fork or a __deepcopy__"
             ) from error
         if not isinstance(self._own, TokenMatcher):
