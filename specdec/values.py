@@ -67,6 +67,16 @@ def ratio(amount: float, of: float) -> float:
     return amount / of if of else math.nan
 
 
+def only(given: Mapping[str, R], names: Collection[str]) -> dict[str, R]:
+    """The fields of these names that there are."""
+    return {name: given[name] for name in names if name in given}
+
+
+def without(given: Mapping[str, R], names: Collection[str]) -> dict[str, R]:
+    """The fields of other names."""
+    return {name: value for name, value in given.items() if name not in names}
+
+
 def without_none(given: Fields) -> Options:
     """The fields that are not None."""
     return {name: value for name, value in given.items() if value is not None}
@@ -104,7 +114,7 @@ def only_known(
         for name in names[: len(args) - 1]:
             if name in options:
                 raise InvalidInputError(f"{name}={short(options[name])} is given by its place, too: give it once")
-        if odd := {name: value for name, value in options.items() if name not in names}:
+        if odd := without(options, names):
             raise refused(odd, names)
         return call(*args, **options)
 

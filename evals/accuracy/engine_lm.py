@@ -33,7 +33,7 @@ from specdec.requests.chats import for_template
 from specdec.requests.grammar import Grammar
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats, RoundRecord, pool
-from specdec.values import Options
+from specdec.values import Options, without
 
 Report = Callable[[list[Answer]], None]
 Pair = tuple[list[int], list[int]]
@@ -155,7 +155,7 @@ class EngineLM(TemplateLM):
             arm = self._arm.name
             kept = {name: self._store.answers[name, arm] for name in asked if self._store.finished(name, [arm])}
         self._report(list(kept.values()))
-        left = {name: request for name, request in asked.items() if name not in kept}
+        left = without(asked, kept)
         generated = self._bar(self._generate(left, timed=not kept), len(left), "generate_until", disable_tqdm)
         texts = {a.question_id: self._text(a, asked[a.question_id]) for a in chain(kept.values(), generated)}
         return [texts[name] for name in asked]

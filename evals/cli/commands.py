@@ -19,6 +19,7 @@ from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import COUNT, examples, option
+from specdec.values import only
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,9 +116,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     from evals.acceptance.acceptance import Plan
     from evals.runs.conversations import Configuration
 
-    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {
-        "k": options["default_k"] or shared.OWN_K
-    }
+    defaults = only(options, ("draft", "backend", "dtype")) | {"k": options["default_k"] or shared.OWN_K}
     left, right = (shared.parse_arm(text, defaults) for text in (a, b))
     ks = (left["k"], right["k"])
     if not any(ks):

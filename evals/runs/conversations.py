@@ -19,7 +19,7 @@ from evals.runs.answers import Answer, Json, Turn, seconds_a_round, segments
 from specdec.errors import SpecdecError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Fields
+from specdec.values import Fields, without
 
 Result = TypeVar("Result")
 
@@ -204,7 +204,7 @@ _OF_ONE_START = ("start", "kernels")
 
 
 def _facts(model: Any) -> Json:
-    described = {name: value for name, value in model.describe().items() if name not in _OF_ONE_START}
+    described = without(model.describe(), _OF_ONE_START)
     ranks = getattr(model, "ranks", None)
     template = getattr(model.tokenizer, "chat_template", None)
     part = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "  # the weights that this process holds

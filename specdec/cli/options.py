@@ -14,7 +14,7 @@ from specdec.errors import InvalidInputError
 from specdec.loading.names import draft_name, model_name
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
-from specdec.values import MOST_COUNT, Options
+from specdec.values import MOST_COUNT, Options, only
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -87,7 +87,7 @@ def sampling_of(options: Options, **more: Any) -> SamplingParams:
     from specdec.requests.sampling import SamplingParams
 
     check_sampling(options)
-    return SamplingParams(**{name: options[name] for name in SAMPLING if name in options} | more)
+    return SamplingParams(**only(options, SAMPLING) | more)
 
 
 def offered(command: str, without: Container[str] = (), kind: type[LoadOptions] = LoadOptions) -> list[str]:
@@ -145,8 +145,7 @@ def load_options_of(options: Options, **more: Any) -> LoadOptions:
     Raises:
         InvalidInputError: a value that is not allowed.
     """
-    names = LoadOptions.__dataclass_fields__
-    return LoadOptions.from_words({name: value for name, value in options.items() if name in names} | more)
+    return LoadOptions.from_words(only(options, LoadOptions.__dataclass_fields__) | more)
 
 
 _model = option("--model", "Built-in name, folder or hub name.", model_name, DEFAULT_MODEL)

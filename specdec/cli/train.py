@@ -12,7 +12,7 @@ from attention.backends.kinds import KINDS
 from specdec.cli.options import COUNT, FILE, added, examples, flag, load_options, load_options_of, offered, option
 from specdec.errors import InvalidInputError
 from specdec.loading.names import model_name
-from specdec.values import Options
+from specdec.values import Options, only
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ def train() -> None:
 @added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
-    shape = {name: options[name] for name in ("draft_vocab_size", "intermediate_size")}
+    shape = only(options, ("draft_vocab_size", "intermediate_size"))
     _run(options, "eagle3", {**shape, "aux_layers": _aux_layers(options["aux_layers"], options["taps"])})
 
 
@@ -129,11 +129,11 @@ def _run(options: Options, family: str, chosen: Options) -> None:
     from specdec.run_files import check_writable
 
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
-    config = TrainConfig(**{name: options[name] for name in TrainConfig.__dataclass_fields__ if name in options})
+    config = TrainConfig(**only(options, TrainConfig.__dataclass_fields__))
     asked = [read_questions(path) for path in options["data"]]
     output, console = options["output"], Console()
     check_writable(output)
-    load = load_options_of({name: options[name] for name in offered("train")}, cuda_graphs=False)
+    load = load_options_of(only(options, offered("train")), cuda_graphs=False)
     model = SpeculativeModel.from_pretrained(options["model"], **load.as_arguments())
     questions = [prepare_questions(model, each, limits) for each in asked]
     try:

@@ -29,7 +29,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Vocabulary
-from specdec.values import Fields, Json, flag, short, whole, without_none
+from specdec.values import Fields, Json, flag, short, whole, without, without_none
 
 LEAST = -9999.0
 """The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
@@ -144,7 +144,7 @@ def request_of(
         raise InvalidInputError("chat_template: this service takes no templates, which run as code; leave it out")
     about = ("prompt", "stream", "stream_options", "messages", *(FIELDS if chat else ()))
     elsewhere = (*NO_OPTIONS, *_UNTOLD, *template, *about)
-    own = options_of({name: value for name, value in body.items() if name not in elsewhere}, chat)
+    own = options_of(without(body, elsewhere), chat)
     params = with_tools(SamplingParams.from_dict({"temperature": 1.0, **own}), use)
     if not allow_lark and getattr(params.grammar, "kind", None) == "lark":
         raise InvalidInputError(

@@ -55,6 +55,7 @@ from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.kept import fingerprint, self_test_of
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
+from specdec.values import without
 from specdec.wrapped.group import Group
 from specdec.wrapped.linears import why_plain
 from specdec.wrapped.long_rope import find_long_rope
@@ -122,7 +123,7 @@ def fingerprint_of(parts: Parts, options: LoadOptions) -> str | None:
     if path is None:
         return None
     files = [file for file in Path(path).parent.glob("*") if file.is_file()]
-    given = {name: value for name, value in vars(options).items() if name not in _NOT_TESTED}
+    given = without(vars(options), _NOT_TESTED)
     # The size that memory decides differs a little from start to start, and no test reads that many tokens.
     room = parts.cache_tokens.bit_length()
     return fingerprint(parts.probed.model, parts.head, files, (path, given, room))

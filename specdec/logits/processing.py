@@ -33,7 +33,7 @@ from specdec.logits.forms import (
 from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, Biases
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors, call_together
-from specdec.values import Options, TokenIds
+from specdec.values import Options, TokenIds, without
 
 _NEVER = float("-inf")
 
@@ -82,7 +82,7 @@ class Subject:
     def settings(self) -> Options:
         """Options that change its scores, by name; filters are not among them."""
         left = (*SAMPLED_ONLY, *WITHOUT_EFFECT)
-        return {name: own for name, own in self.params.settings.items() if name not in left}
+        return without(self.params.settings, left)
 
     def get(self, name: str) -> Any:
         """An option; its value for off where it is not set."""

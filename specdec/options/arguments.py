@@ -20,7 +20,7 @@ from specdec.errors import InvalidInputError
 from specdec.options.generation_config import is_off
 from specdec.options.load_options import other_names
 from specdec.options.logits_options import OFF
-from specdec.values import Options, only_known, short, unknown
+from specdec.values import Options, only, only_known, short, unknown, without
 
 _OTHER_NAMES = other_names("sampling")
 """Options of `SamplingParams` that other projects have under another name."""
@@ -112,7 +112,7 @@ def with_options(
     known: names of the fields of SamplingParams. Raises InvalidInputError: an option that there is not.
     """
     names = {name for name in options if name in vars(config) and not name.startswith("_")}
-    rest = known_options({name: value for name, value in options.items() if name not in names}, known)
+    rest = known_options(without(options, names), known)
     config = copy.deepcopy(config) if names else config
     for name in names:
         setattr(config, name, options[name])
@@ -127,7 +127,7 @@ def known_options(options: Options, known: Collection[str]) -> Options:
     rest = {name: value for name, value in options.items() if name not in known and not _changes_nothing(name, value)}
     if rest:
         raise unexpected("generate(prompts, {})", rest, (*known, "chat", *CHAT_OPTIONS, "progress"))
-    return {name: value for name, value in options.items() if name in known}
+    return only(options, known)
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

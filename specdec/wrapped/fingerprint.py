@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attention.hf.weights import memory_of
 from drafters.base import Head
 from specdec.options.generation_config import eos_ids
+from specdec.values import without
 from specdec.wrapped.group import ALONE, Group
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,7 +73,7 @@ def target_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _with_configuration(model: PreTrainedModel, weights: str) -> str:
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
+    config = without(model.config.to_dict(), _NOT_THE_MODEL)
     parts = (weights, json.dumps(config, sort_keys=True, default=str), sorted(eos_ids(model.generation_config)))
     return _digits(repr(parts))
 

@@ -19,7 +19,7 @@ from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, st
 from specdec.extensions.tools.tool_use import FIELDS
 from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Fields, Json, short, without_none
+from specdec.values import Fields, Json, only, short, without, without_none
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
@@ -76,7 +76,7 @@ def tasks_of(batch: Fields, asking: TaskDefaults) -> list[Task]:
     A row without a key, and without a seed of its own, draws by the number of requests before it in its worker.
     """
     count = min((len(column) for column in batch.values()), default=0)
-    known = {name: batch[name] for name in (*_PROMPTS, "params", "key") if name in batch}
+    known = only(batch, (*_PROMPTS, "params", "key"))
     rows = [{name: plain(column[i]) for name, column in known.items()} for i in range(count)]
     return [_task(i, partial(dict, row), _of_columns, asking) for i, row in enumerate(rows)]
 
@@ -124,7 +124,7 @@ def plain(value: Any) -> Any:
 
 def _of_row(task: Task, row: Json, asking: TaskDefaults) -> Task:
     prompt = prompt_of(row)
-    own = {name: value for name, value in row.items() if name not in (*KEYS, *_ABOUT_PROMPTS, "metadata")}
+    own = without(row, (*KEYS, *_ABOUT_PROMPTS, "metadata"))
     kept = {"metadata": row["metadata"]} if "metadata" in row else {}
     return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
 
@@ -144,7 +144,7 @@ def _of_openai(task: Task, row: Json, asking: TaskDefaults) -> Task:
     use = tools_of(body, is_chat)
     prompt = prompt_of({name: body.get(name) for name in about} | ({"tools": use.tools or None} if is_chat else {}))
     fields = FIELDS if is_chat else ()
-    own = {n: v for n, v in body.items() if n not in (*NO_OPTIONS, *_STREAM, *about, *fields)}
+    own = without(body, (*NO_OPTIONS, *_STREAM, *about, *fields))
     if any(streamed(body)):
         raise InvalidInputError(f"stream={short(body.get('stream'))} is not served; leave it out")
     own = options_of(own, is_chat)
@@ -187,7 +187,7 @@ def params_of(own: Json, asking: TaskDefaults, task: Task) -> SamplingParams:
     for name in _NOT_WRITTEN:
         if options.get(name):
             raise InvalidInputError(f"{name}: whole rows of logits are written to no file; ask for logprobs")
-    if odd := {name: value for name, value in options.items() if name not in _OPTIONS}:
+    if odd := without(options, _OPTIONS):
         raise unexpected("{}", odd, _OPTIONS, 'fields of your own go into "metadata"; unknown field')
     if "seed" not in options and asking.params.seed is None:
         options["seed"] = digest(asking.seed, f"line {task.number}" if task.key is None else f"key {task.key.name}")
