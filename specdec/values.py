@@ -82,9 +82,14 @@ def without_none(given: Fields) -> Options:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def wrong(name: str, value: object, why: str) -> InvalidInputError:
+    """The error for a value, with what is wrong about it or what to give."""
+    return InvalidInputError(f"{name}={short(value)}: {why}")
+
+
 def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
     """The error for a value that is not allowed."""
-    return InvalidInputError(f"{name}={short(value)}: allowed is {allowed}")
+    return wrong(name, value, f"allowed is {allowed}")
 
 
 def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
@@ -185,14 +190,14 @@ def read_options(options: Any, readers: Mapping[str, Reader]) -> None:
 def flag(name: str, value: Any) -> bool:
     """A bool, Python's or numpy's; "yes" and 1 are not read as True. Raises InvalidInputError: another value."""
     if not _is_bool(value) or getattr(value, "ndim", 0) > 0:
-        raise InvalidInputError(f"{name}={short(value)}: allowed are True and False")
+        raise wrong(name, value, "allowed are True and False")
     return bool(value)
 
 
 def choice(name: str, value: Any, allowed: Collection[str]) -> str:
     """One of some words. Raises InvalidInputError: another word or type."""
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidInputError(f"{name}={short(value)}: allowed are {', '.join(allowed)}")
+        raise wrong(name, value, f"allowed are {', '.join(allowed)}")
     return value
 
 
@@ -207,9 +212,8 @@ def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
     try:
         pairs = tuple((float(keys), float(values)) for keys, values in value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"{name}={short(value)}: allowed is one pair (scale of keys, scale of values) of numbers for each layer"
-        ) from error
+        allowed = "one pair (scale of keys, scale of values) of numbers for each layer"
+        raise refuse(name, value, allowed) from error
     if not pairs:
         raise InvalidInputError(f"{name} is empty: give one pair of numbers for each layer, or None for 1.0 everywhere")
     for layer, pair in enumerate(pairs):

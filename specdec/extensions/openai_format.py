@@ -29,7 +29,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Vocabulary
-from specdec.values import Fields, Json, flag, short, whole, without, without_none
+from specdec.values import Fields, Json, flag, refuse, short, whole, without, without_none, wrong
 
 LEAST = -9999.0
 """The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
@@ -102,7 +102,7 @@ def streamed(body: Fields) -> tuple[bool, bool]:
     """Whether the answer is a stream, and whether that ends with its usage. Raises InvalidInputError: other values."""
     options = body.get("stream_options")
     if not isinstance(options, (Mapping, type(None))):
-        raise InvalidInputError(f'stream_options={short(options)}: allowed is {{"include_usage": true or false}}')
+        raise refuse("stream_options", options, '{"include_usage": true or false}')
     given = {"stream": body.get("stream"), "stream_options: include_usage": (options or {}).get("include_usage")}
     stream, counted = (flag(name, value if value is not None else False) for name, value in given.items())
     return stream, counted
@@ -185,7 +185,7 @@ def options_of(given: Fields, chat: bool) -> Json:
 
 def _prompt_of(prompt: Any) -> Any:
     if prompt is None or prompt == [] or isinstance(prompt, Mapping):
-        raise InvalidInputError(f"prompt={short(prompt)}: give a text, token ids, or a list of these")
+        raise wrong("prompt", prompt, "give a text, token ids, or a list of these")
     return prompt
 
 

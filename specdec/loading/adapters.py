@@ -22,13 +22,13 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.tensor_files import read_json
-from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
+from specdec.errors import ModelLoadError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
 from specdec.loading.checkpoint import Adapter, Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.options.kinds import OrAuto
 from specdec.user_warnings import warn_user
-from specdec.values import short
+from specdec.values import short, wrong
 
 CONFIG = "adapter_config.json"
 KINDS = frozenset(
@@ -95,9 +95,10 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAu
     own = _config(checkpoint, "the target model")
     if adapter is not None:
         if own is not None:
-            raise InvalidInputError(
-                f"adapter={short(str(adapter))}: the target {checkpoint.name!r} is an adapter itself; give its base "
-                "model as the target"
+            raise wrong(
+                "adapter",
+                str(adapter),
+                f"the target {checkpoint.name!r} is an adapter itself; give its base model as the target",
             )
         place = find_checkpoint(adapter, what="the adapter")
         config = _config(place, "the adapter")
@@ -112,7 +113,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAu
         return replace(checkpoint, adapter=found)
     if own is None:
         if merge != "auto":
-            raise InvalidInputError(f"merge_adapter={merge!r}: there is no adapter; give adapter=…, or leave it out")
+            raise wrong("merge_adapter", merge, "there is no adapter; give adapter=…, or leave it out")
         return checkpoint
     found = _adapter(checkpoint, own, merge)
     if not found.base:

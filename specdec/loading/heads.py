@@ -28,7 +28,7 @@ from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
 from specdec.user_warnings import warn_user
-from specdec.values import Options, short, token_ids, whole
+from specdec.values import Options, short, token_ids, whole, wrong
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
@@ -114,7 +114,7 @@ def split_draft(draft: Any) -> tuple[Any, bool]:
     if len(heads) == len(draft):
         return draft, False
     if len(heads) > 1 or len(draft) - len(heads) > 1:
-        raise InvalidInputError(f'draft={short(draft)}: of lists, allowed are [head, "lookup"] and ["lookup"]')
+        raise wrong("draft", draft, 'of lists, allowed are [head, "lookup"] and ["lookup"]')
     return (heads[0] if heads else None), True
 
 
@@ -196,7 +196,7 @@ def load_head(
         check_options(given, None, "there is no draft head" if draft is None else "the head is loaded already")
         if vocabulary is not None:
             reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
-            raise InvalidInputError(f"draft_vocab={short(vocabulary)}: {reason}; leave it out")
+            raise wrong("draft_vocab", vocabulary, f"{reason}; leave it out")
         if draft is not None:
             _check_fits(draft, probed)
         return draft
@@ -320,7 +320,7 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
     # What a tokenizer returns for several texts.
     texts = texts["input_ids"] if isinstance(texts, Mapping) and "input_ids" in texts else texts
     if isinstance(texts, (str, Mapping)) or not isinstance(texts, Iterable):
-        raise InvalidInputError(f"texts={short(texts)}: give a list of texts, or of token ids")
+        raise wrong("texts", texts, "give a list of texts, or of token ids")
     size = whole("size", size, 1, None, "1 or more, a whole number")
     plain = None if tokenizer is None else partial(tokenizer, add_special_tokens=False)
     ids = [_counted(each) for text in texts for each in encode_prompts(text, plain)]

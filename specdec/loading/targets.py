@@ -55,7 +55,7 @@ from specdec.loading.quantisation import (
 )
 from specdec.loading.sizes import check_weights_fit
 from specdec.options import LoadOptions
-from specdec.values import short
+from specdec.values import short, wrong
 from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import check_loaded_target
@@ -165,7 +165,7 @@ def resolve_device(device: Any) -> torch.device:
         if place.index is None or place.index < count:
             return place
         reason = "this machine has no such GPU"
-    raise InvalidInputError(f"device={short(device)}: {reason}; allowed are cpu{present}")
+    raise wrong("device", device, f"{reason}; allowed are cpu{present}")
 
 
 def resolve_dtype(dtype: Any) -> torch.dtype | str:
@@ -178,7 +178,7 @@ def resolve_dtype(dtype: Any) -> torch.dtype | str:
         return dtype
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
-        raise InvalidInputError(f"dtype={short(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
+        raise wrong("dtype", dtype, f"allowed are auto, {', '.join(_DTYPES)}")
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, Options, choice, flag, scale_pairs, share, short, token_ids, whole
+from specdec.values import MOST_COUNT, Options, choice, flag, refuse, scale_pairs, share, token_ids, whole, wrong
 
 
 class Kind:
@@ -65,7 +65,7 @@ class Switch(Kind):
         try:
             return flag(name, value)
         except InvalidInputError:
-            raise InvalidInputError(f"{name}={short(value)}: allowed are 'auto', True and False") from None
+            raise wrong(name, value, "allowed are 'auto', True and False") from None
 
     def from_word(self, name: str, word: Any) -> Any:
         return {"yes": True, "no": False}.get(word, word) if isinstance(word, str) else word
@@ -81,7 +81,7 @@ class Choice(Kind):
     def read(self, name: str, value: Any) -> str:
         """See `Kind.read`. Raises InvalidInputError: it is none of the words."""
         if self.hint and not (isinstance(value, str) and value in self.words):
-            raise InvalidInputError(f"{name}={short(value)}: {self.hint}")
+            raise wrong(name, value, self.hint)
         return choice(name, value, self.words)
 
 
@@ -95,7 +95,7 @@ class Name(Kind):
         """See `Kind.read`. Raises InvalidInputError: it is no text, or an empty one."""
         text = str(value) if isinstance(value, PurePath) else value
         if not isinstance(text, str) or not text:
-            raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
+            raise refuse(name, value, f"{self.allowed}, or None")
         return text
 
     def from_word(self, name: str, word: Any) -> Any:
@@ -114,7 +114,7 @@ class Scales(Kind):
             return word
         pairs = [tuple(pair.split(":")) for pair in word.split(";")]
         if any(len(pair) != 2 for pair in pairs):
-            raise InvalidInputError(f"{name}={short(word)}: give a pair for each layer, as in 0.5:0.25;0.5:0.5")
+            raise wrong(name, word, "give a pair for each layer, as in 0.5:0.25;0.5:0.5")
         return pairs
 
 
@@ -136,9 +136,7 @@ class Overrides(Kind):
     def read(self, name: str, value: Any) -> Options | None:
         """See `Kind.read`. Raises InvalidInputError: it is no mapping of texts to values."""
         if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-            raise InvalidInputError(
-                f"{name}={short(value)}: allowed is a mapping of keys of the head's config.json to values, or None"
-            )
+            raise refuse(name, value, "a mapping of keys of the head's config.json to values, or None")
         return dict(value) or None
 
     def from_word(self, name: str, word: Any) -> Any:
@@ -149,7 +147,7 @@ class Overrides(Kind):
         pairs = [pair for text in words for pair in str(text).split(";") if pair.strip()]
         bare = [pair for pair in pairs if "=" not in pair]
         if bare:
-            raise InvalidInputError(f"{name}={short(bare[0])}: give KEY=VALUE, as in rope_theta=500000")
+            raise wrong(name, bare[0], "give KEY=VALUE, as in rope_theta=500000")
         return {key.strip(): _json_or_text(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
 
 

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from attention.errors import named_error
 from specdec.errors import InvalidInputError
-from specdec.values import Fields, Json, Options, flag, short, without_none
+from specdec.values import Fields, Json, Options, flag, refuse, short, without_none
 
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
@@ -69,7 +69,7 @@ def with_options(messages: Sequence[Any], given: Fields) -> Sequence[Any]:
         )
     variables = own.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise InvalidInputError(f"chat_template_kwargs={short(variables)}: allowed is a dict of variables by name")
+        raise refuse("chat_template_kwargs", variables, "a dict of variables by name")
     if odd := sorted(_NOT_VARIABLES & set(variables)):
         raise InvalidInputError(f"chat_template_kwargs has {', '.join(odd)}: allowed are variables of the template")
     chat = Chat(messages)
@@ -84,11 +84,11 @@ def _arguments(own: Json) -> Json:
     for name, kinds, allowed in _LISTS:
         each = own.get(name, [])
         if not isinstance(each, (list, tuple)) or not all(any(kind(one) for kind in kinds) for one in each):
-            raise InvalidInputError(f"{name}={short(each)}: allowed is a list of {allowed}")
+            raise refuse(name, each, f"a list of {allowed}")
         found |= {name: list(each)} if each else {}
     if "chat_template" in own:
         if not isinstance(own["chat_template"], str) or not own["chat_template"]:
-            raise InvalidInputError(f"chat_template={short(own['chat_template'])}: allowed is a jinja template, a str")
+            raise refuse("chat_template", own["chat_template"], "a jinja template, a str")
         found["chat_template"] = own["chat_template"]
     if flag("split_special_tokens", own.get("split_special_tokens", False)):
         found["sanitize_control_tokens"] = True

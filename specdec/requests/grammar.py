@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.errors import InvalidInputError
 from specdec.options.logits_options import token_ids
-from specdec.values import Fields, TokenIds, refuse, short
+from specdec.values import Fields, TokenIds, refuse, short, wrong
 
 Kind = Literal["json", "regex", "lark", "choice", "structural_tag"]
 Marker = str | TokenIds
@@ -87,7 +87,7 @@ class Grammar:
             own = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps({} if own is True else own)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidInputError(f"schema={short(schema)}: it is no JSON ({error})") from None
+            raise wrong("schema", schema, f"it is no JSON ({error})") from None
         if not isinstance(own, dict) and own is not True:
             raise refuse("schema", schema, "a JSON schema: a dict, its text, or a pydantic model")
         return cls("json", text, begin, end)
@@ -169,9 +169,11 @@ class Grammar:
             return made[kind](given[kind])
         if kind == "structural_tag" and "structures" in given:
             return cls.structural_tag(given["structures"], given.get("triggers", ()))
-        raise InvalidInputError(
-            f'response_format={short(dict(given))}: allowed is {{"type": "text" | "json_object"}}, {{"type": '
-            '"json_schema", "json_schema": {"schema": …}}, or "regex", "grammar", "choice", "structural_tag"'
+        raise refuse(
+            "response_format",
+            dict(given),
+            '{"type": "text" | "json_object"}, {"type": '
+            '"json_schema", "json_schema": {"schema": …}}, or "regex", "grammar", "choice", "structural_tag"',
         )
 
 

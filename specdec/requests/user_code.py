@@ -27,7 +27,7 @@ from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
-from specdec.values import Options, flag, short
+from specdec.values import Options, flag, refuse, short
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[..., Any]
@@ -88,7 +88,7 @@ def criteria(name: str, given: Any) -> tuple[Criterion, ...] | None:
 def prefix_function(name: str, given: Any) -> PrefixFunction:
     """A `prefix_allowed_tokens_fn`. Raises InvalidInputError: it cannot be called."""
     if not callable(given):
-        raise InvalidInputError(f"{name}={short(given)}: allowed is a function (batch_id, input_ids) -> token ids")
+        raise refuse(name, given, "a function (batch_id, input_ids) -> token ids")
     return given
 
 
@@ -100,7 +100,7 @@ def overlapping(given: Iterable[Processor], settings: Options) -> list[tuple[typ
 def _callables(name: str, given: Any, allowed: str) -> tuple[Any, ...] | None:
     several = given if isinstance(given, (list, tuple)) else (given,)
     if not all(callable(one) and not isinstance(one, type) for one in several):
-        raise InvalidInputError(f"{name}={short(given)}: allowed is {allowed}")
+        raise refuse(name, given, allowed)
     return tuple(several) or None
 
 

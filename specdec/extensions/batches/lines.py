@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from specdec.errors import InvalidInputError
-from specdec.values import Json, is_whole, short
+from specdec.values import Json, is_whole, short, wrong
 
 MOST_BYTES = 64 * 2**20
 """Of a line; the rest of a longer one is skipped, and its row is an error."""
@@ -129,7 +129,7 @@ def key_of(fields: Json) -> Key | None:
         return None
     value = fields[field]
     if not isinstance(value, str) and not is_whole(value):
-        raise InvalidInputError(f"{field}={short(value)}: a key is a text or a whole number")
+        raise wrong(field, value, "a key is a text or a whole number")
     return Key(field, value)
 
 

@@ -19,7 +19,7 @@ from specdec.extensions.openai_format import NO_OPTIONS, chat_of, options_of, st
 from specdec.extensions.tools.tool_use import FIELDS
 from specdec.options.arguments import CHAT_OPTIONS, own_names, unexpected
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Fields, Json, only, short, without, without_none
+from specdec.values import Fields, Json, only, refuse, short, without, without_none, wrong
 
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
@@ -102,7 +102,7 @@ def _of_line(task: Task, row: Json, asking: TaskDefaults) -> Task:
 def _of_columns(task: Task, row: Json, asking: TaskDefaults) -> Task:
     own = row.pop("params", None) or {}
     if not isinstance(own, dict):
-        raise InvalidInputError(f"params={short(own)}: a dict of sampling options is needed")
+        raise wrong("params", own, "a dict of sampling options is needed")
     task = _of_row(task, {**own, **row}, asking)
     if task.key is None and own.get("seed") is None:
         task = replace(task, params=replace(task.params, seed=asking.params.seed))
@@ -133,12 +133,12 @@ def _of_openai(task: Task, row: Json, asking: TaskDefaults) -> Task:
     body = row.get("body")
     url = row.get("url")
     if not isinstance(row.get("custom_id"), str):
-        raise InvalidInputError(f"custom_id={short(row.get('custom_id'))}: a text is needed")
+        raise wrong("custom_id", row.get("custom_id"), "a text is needed")
     if row.get("method", "POST") != "POST" or url not in URLS:
         asked = f"{short(row.get('method'))} {short(url)}"
         raise InvalidInputError(f"method and url are {asked}: allowed is POST with {' or '.join(URLS)}")
     if not isinstance(body, dict):
-        raise InvalidInputError(f"body={short(body)}: a JSON object is needed")
+        raise wrong("body", body, "a JSON object is needed")
     is_chat = task.form == "chat.completion"
     about = ("messages", *CHAT_OPTIONS) if is_chat else ("prompt",)
     use = tools_of(body, is_chat)
@@ -171,7 +171,7 @@ def prompt_of(row: Json) -> Any:
     fits = {"prompt": isinstance(value, str) or are_ids, "messages": are_messages, "token_ids": are_ids}
     if not fits[name]:
         kinds = {"prompt": "one text", "messages": "a list of chat messages", "token_ids": "a list of token ids"}
-        raise InvalidInputError(f"{name}={short(value)}: allowed is {kinds[name]}")
+        raise refuse(name, value, kinds[name])
     if template and name != "messages":
         raise InvalidInputError(f"{', '.join(template)}: only messages are written by a chat template; leave it out")
     return chat_of(value, template) if name == "messages" else value

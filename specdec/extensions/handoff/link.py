@@ -22,7 +22,7 @@ from specdec.extensions.handoff.held import HeldPages
 from specdec.extensions.handoff.moved import Departed, Handoff, Pages
 from specdec.extensions.handoff.moving import MovingRequests
 from specdec.requests.request import Update
-from specdec.values import Json, Options, short
+from specdec.values import Json, Options, wrong
 from specdec.wrapped.changes import WeightVersions, adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
 
@@ -50,9 +50,11 @@ def made(transport: str | Transport, options: Options) -> Transport:
             )
         return TRANSPORTS[transport](**options)
     if isinstance(transport, type) or not all(callable(getattr(transport, name, None)) for name in _METHODS):
-        raise InvalidInputError(
-            f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}, and objects with the methods of "
-            "`attention.transport.transports.Transport`"
+        raise wrong(
+            "transport",
+            transport,
+            f"allowed are {', '.join(TRANSPORTS)}, and objects with the methods of "
+            "`attention.transport.transports.Transport`",
         )
     if options:
         raise InvalidInputError(f"{', '.join(options)}: options belong to a transport's name; give them to the object")

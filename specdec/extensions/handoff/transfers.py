@@ -26,7 +26,7 @@ from specdec.interrupts import interrupt_in, interrupts_as_they_are
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, check_each, submissions
-from specdec.values import Options, choice, number, short
+from specdec.values import Options, choice, number, short, wrong
 
 OnFailure = Literal["raise", "prefill"]
 _SECONDS = number("a number of seconds above 0", lambda seconds: seconds > 0)
@@ -78,9 +78,11 @@ class Transfers:
             choice("transport", transport, TRANSPORTS)
         ranks = self._model.ranks
         if ranks is not None and transport not in ("sockets", "nixl"):
-            raise InvalidInputError(
-                f"transport={short(transport)}: this model is divided among {ranks.size} ranks, which are "
-                "processes of their own; allowed are sockets, nixl"
+            raise wrong(
+                "transport",
+                transport,
+                f"this model is divided among {ranks.size} ranks, which are "
+                "processes of their own; allowed are sockets, nixl",
             )
         return self._linked(transport, options, instead=True).table()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import regex
 
 from attention.cached import cached_property
-from specdec.errors import InvalidInputError
+from specdec.values import wrong
 
 Where = Literal["start", "thought", "content", "after"]
 EVERYWHERE: tuple[Where, ...] = ("start", "thought", "content", "after")
@@ -213,5 +213,5 @@ def format_of(name: str, template: Any) -> AnswerFormat | None:
         text = "".join(map(str, template.values())) if isinstance(template, dict) else str(template)
         return next((own for own in FORMATS.values() if own.sign and regex.search(own.sign, text, regex.DOTALL)), None)
     if name not in FORMATS:
-        raise InvalidInputError(f"format={name!r}: allowed are auto, {', '.join(FORMATS)}")
+        raise wrong("format", name, f"allowed are auto, {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -13,7 +13,7 @@ from typing import Any
 from specdec.errors import InvalidInputError
 from specdec.extensions.tools.answer_formats import ARGUMENTS, CALLS, FORMATS, AnswerFormat
 from specdec.requests.grammar import Grammar
-from specdec.values import Fields, Json, flag, refuse, short
+from specdec.values import Fields, Json, flag, refuse, wrong
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 """Fields of a body that a `ToolUse` is made of."""
@@ -92,7 +92,7 @@ def _choice_of(given: Any, names: Sequence[str]) -> tuple[str, str]:
     if name is None and (given != "required" or names):
         return given, ""
     if name not in names:
-        raise InvalidInputError(f"tool_choice={short(given)}: tools has {', '.join(names) or 'no tool'}")
+        raise wrong("tool_choice", given, f"tools has {', '.join(names) or 'no tool'}")
     return "named", str(name)
 
 
