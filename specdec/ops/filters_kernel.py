@@ -34,7 +34,9 @@ from specdec.ops.logits_kernel import (
     load_logits,
     load_row,
     mass_target,
+    search_state,
     settle_kernel,
+    store_columns,
     weight,
 )
 
@@ -67,8 +69,7 @@ def _narrowed(  # type: ignore[no-untyped-def]
     is_edge = column < (EDGES if LEVEL == 0 else WIDTH)
     edges = tl.load(edges_ptr + column, mask=is_edge, other=0.0)
     if LEVEL > 0:
-        low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
-        target, total, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+        low, high, below, target, total, above_floor = search_state(state_ptr)
     part = tl.arange(0, PARTS)[:, None]
     sums = tl.sum(tl.load(sums_ptr + part * WIDTH + column[None, :], mask=part < parts, other=0.0), 0)  # [WIDTH]
     if LEVEL == 0:
@@ -81,16 +82,6 @@ def _narrowed(  # type: ignore[no-untyped-def]
     below = tl.maximum(below, tl.max(tl.where(short, sums, 0.0), 0))
     high = tl.minimum(high, tl.min(tl.where(is_edge & (sums >= target), edges, float("inf")), 0))
     return low, high, below, target, total, above_floor
-
-
-@triton.jit
-def _remember(state_ptr, low, high, below, target, total, above_floor):  # type: ignore[no-untyped-def]
-    tl.store(state_ptr, low)
-    tl.store(state_ptr + 1, high)
-    tl.store(state_ptr + 2, below)
-    tl.store(state_ptr + 3, target)
-    tl.store(state_ptr + 4, total)
-    tl.store(state_ptr + 5, above_floor)
 
 
 @triton.jit(do_not_specialize=["repeat", "per"])
@@ -141,7 +132,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
             top_p, 0, COLUMNS, PARTS,
         )  # fmt: skip
         if start == 0:
-            _remember(state_ptr + (rows + row) * STATE, low, high, below, target, total, above_floor)
+            store_columns(state_ptr + (rows + row) * STATE, (low, high, below, target, total, above_floor))
         doubled, divided = low * tl.exp2(column + 1.0), low + (high - low) * ((column + 1) / (WIDTH + 1))
         edges = tl.where(high == float("inf"), doubled, divided)
     if start == 0:
@@ -204,7 +195,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
     if start == 0:
-        _remember(state_ptr + row * STATE, low, high, below, target, total, above_floor)
+        store_columns(state_ptr + row * STATE, (low, high, below, target, total, above_floor))
     for part in range(start, tl.minimum(start + repeat, parts)):
         column = part * PART + place
         distance = distance_from(x, peak)

@@ -34,10 +34,10 @@ def load_stats(ptr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_stats(ptr, stats):  # type: ignore[no-untyped-def]
-    """The columns of `Filtered.stats`."""
-    for column in tl.static_range(4):
-        tl.store(ptr + column, stats[column])
+def store_columns(ptr, values):  # type: ignore[no-untyped-def]
+    """The columns of `Filtered.stats`, or the numbers at STATE."""
+    for column in tl.static_range(len(values)):
+        tl.store(ptr + column, values[column])
 
 
 @triton.jit
@@ -97,6 +97,13 @@ EDGES = tl.constexpr(14)
 COLUMNS = tl.constexpr(16)  # of a part's first sums: up to each edge | above the floor of min-p | of all
 FLOOR, ALL = EDGES, tl.constexpr(15)
 STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
+
+
+@triton.jit
+def search_state(ptr):  # type: ignore[no-untyped-def]
+    """The numbers at STATE."""
+    low, high, below = tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)
+    return low, high, below, tl.load(ptr + 3), tl.load(ptr + 4), tl.load(ptr + 5)
 
 
 @triton.jit
@@ -239,11 +246,10 @@ def settle_kernel(  # type: ignore[no-untyped-def]
         of_part = sums_ptr + (row * parts + part) * COLUMNS
         above_floor = tl.sum(tl.load(of_part + FLOOR, mask=part < parts, other=0.0), 0)
         mass = tl.sum(tl.load(of_part + ALL, mask=part < parts, other=0.0), 0)
-        store_stats(stats_ptr, _stats(peak, least, first, mass, above_floor, floor, scale))
+        store_columns(stats_ptr, _stats(peak, least, first, mass, above_floor, floor, scale))
         return
     state_ptr += row * STATE
-    low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
-    target, mass, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    low, high, below, target, mass, above_floor = search_state(state_ptr)
     counts = tl.load(counts_ptr + row * parts + part, mask=part < parts, other=0)  # [PARTS]
     most = tl.max(counts, 0)
     used = most <= CAPACITY
@@ -265,4 +271,4 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     if top_p < 1:
         tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
         threshold, first, mass = _search(tokens, chunks, below, target, scale, False, PART, PARTS, CAPACITY, TILE)
-    store_stats(stats_ptr, _stats(peak, threshold, first, mass, above_floor, floor, scale))
+    store_columns(stats_ptr, _stats(peak, threshold, first, mass, above_floor, floor, scale))
