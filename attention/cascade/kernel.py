@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.cache.kv_cache import LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.packed_kernel import PrefixTiling, SharedKeys, prefix_share
-from attention.kernels.tiles import attend_tile, block_of, key_places, no_keys, rows_at
+from attention.kernels.tiles import attend_tile, block_of, key_places, load_where, no_keys, rows_at
 from attention.spec import AttentionSpec
 
 _MOST_PARTS, _LEAST_KEYS = 8, 512
@@ -72,7 +72,7 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     index = tl.arange(0, ROWS)
-    shared = tl.load(shared_ptr + index, mask=index < rows, other=0)  # [ROWS]
+    shared = load_where(shared_ptr + index, index < rows)  # [ROWS]
     length = tl.max(shared, 0) * PAGE_SIZE
     share = prefix_share(length, tl.num_programs(2), TILE_KEYS, LEAST_KEYS)
     kv_head, part = tl.program_id(0), tl.program_id(2)
@@ -83,7 +83,7 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     column, key_at = tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
     token, head = (packed // GROUP).to(tl.int64), kv_head * GROUP + packed % GROUP  # [M], [M]
     own = token < tokens  # [M]
-    own = own & (tl.load(shared_ptr + token // query_len, mask=own, other=0) > 0)
+    own = own & (load_where(shared_ptr + token // query_len, own) > 0)
     if tl.max(own.to(tl.int32), 0) == 0:
         return
     first_page = tl.load(page_indptr_ptr + tl.min(tl.where(shared > 0, index, ROWS), 0))

@@ -26,7 +26,7 @@ from torch import Tensor
 from attention.cache.kv_cache import LayerKV
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import attend_tile, counts_of, key_places, no_keys, row_keys, rows_at
+from attention.kernels.tiles import attend_tile, counts_of, key_places, load_where, no_keys, row_keys, rows_at
 from attention.spec import AttentionSpec
 
 _FAR_AHEAD_BYTES = 150_000
@@ -174,7 +174,7 @@ def _place_of(  # type: ignore[no-untyped-def]
     index = tl.arange(0, ROWS)  # [ROWS]
     pages = counts_of(page_indptr_ptr, index, rows)  # [ROWS]
     if CASCADE:
-        pages -= tl.load(shared_ptr + index, mask=index < rows, other=0)
+        pages -= load_where(shared_ptr + index, index < rows)
     share = tl.maximum(tl.cdiv(tl.sum(pages, 0), wanted), LEAST_PAGES)
     parts = tl.where(index < rows, tl.maximum((2 * pages + share) // (2 * share), 1), 0)  # [ROWS]
     row = tl.sum((tl.cumsum(parts, 0) <= program).to(tl.int32), 0)

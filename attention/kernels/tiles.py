@@ -20,6 +20,12 @@ def block_of(number, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_where(ptr, mask):  # type: ignore[no-untyped-def]
+    """What lies at the pointers, with 0 outside of `mask`."""
+    return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
 def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """page_indptr [B+1], last_page_len [B] -> the row's first index into page_indices, and its number of keys."""
     first_page = tl.load(page_indptr_ptr + row)  # scalar
@@ -30,14 +36,14 @@ def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr): 
 @triton.jit
 def counts_of(starts_ptr, index, rows):  # type: ignore[no-untyped-def]
     """starts [rows + 1] -> from each row's start to the next one's, for the rows `index` [ROWS]; 0 from `rows` on."""
-    first = tl.load(starts_ptr + index, mask=index < rows, other=0)  # [ROWS]
-    return tl.load(starts_ptr + index + 1, mask=index < rows, other=0) - first
+    first = load_where(starts_ptr + index, index < rows)  # [ROWS]
+    return load_where(starts_ptr + index + 1, index < rows) - first
 
 
 @triton.jit
 def rows_at(pointer, at, column, mask):  # type: ignore[no-untyped-def]
     """Rows that begin at offsets `at` [R], column by column: [R, W], zeros outside of `mask`."""
-    return tl.load(pointer + at[:, None] + column[None, :], mask=mask, other=0.0)
+    return load_where(pointer + at[:, None] + column[None, :], mask)
 
 
 @triton.jit
@@ -52,7 +58,7 @@ def key_places(  # type: ignore[no-untyped-def]
     page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE: tl.constexpr
 ):
     """position [N], inside [N] bool -> offsets [N] int64 of the positions' slots in the cache tensor."""
-    page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)  # [N]
+    page = load_where(page_indices_ptr + first_page + position // PAGE_SIZE, inside).to(tl.int64)  # [N]
     return page * page_stride + (position % PAGE_SIZE) * slot_stride
 
 

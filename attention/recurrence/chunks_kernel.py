@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import wait_for_predecessor
+from attention.kernels.tiles import load_where
 from attention.recurrence.kernel_rows import (
     CHUNK,
     Inputs,
@@ -101,10 +102,10 @@ def _gates(  # type: ignore[no-untyped-def]
     the last one, [1, 1] or [1, K]."""
     i, j = square(CHUNK)  # [C, 1], [1, C]
     if VECTOR_GATE:
-        g = tl.load(g_at + (i * g_token + column), mask=(i < count) & in_k, other=0.0)  # [C, K]
+        g = load_where(g_at + (i * g_token + column), (i < count) & in_k)  # [C, K]
         return tl.cumsum(g, 0), tl.sum(g, 0)[None, :]
     else:  # noqa: RET505 - one of the two is compiled
-        g = tl.load(g_at + j * g_token, mask=j < count, other=0.0)  # [1, C]
+        g = load_where(g_at + j * g_token, j < count)  # [1, C]
         return running_sums(g, CHUNK), tl.sum(g, 1)[:, None]
 
 
@@ -139,10 +140,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     own, key_head = at * HEADS + head, head // (HEADS // KEY_HEADS)
     q_at = q_ptr + (at * q_token + key_head * q_head)
     k_at = k_ptr + (at * k_token + key_head * k_head)
-    q = _unit_rows(tl.load(q_at + (i * q_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
-    k = _unit_rows(tl.load(k_at + (i * k_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
+    q = _unit_rows(load_where(q_at + (i * q_token + column), inside & in_k), NORMALIZE)  # [C, K]
+    k = _unit_rows(load_where(k_at + (i * k_token + column), inside & in_k), NORMALIZE)  # [C, K]
     beta_at = beta_ptr + (at * beta_token + head * beta_head)
-    beta = tl.load(beta_at + i * beta_token, mask=inside, other=0.0).to(tl.float32)  # [C, 1]
+    beta = load_where(beta_at + i * beta_token, inside).to(tl.float32)  # [C, 1]
     g_at = g_ptr + (at * g_token + head * g_head)
     gates, _ = _gates(g_at, g_token, end - begin, column, in_k, VECTOR_GATE, CHUNK)
     queries, keys = _scores(q, k, gates, VECTOR_GATE, PRECISION, CHUNK)
@@ -154,7 +155,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     for block in tl.static_range((DIM_V + BLOCK_V - 1) // BLOCK_V):
         dv = block * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [1, V]
         in_v = inside & (dv < DIM_V)
-        v = tl.load(v_at + (i * v_token + dv), mask=in_v, other=0.0).to(tl.float32)  # [C, V]
+        v = load_where(v_at + (i * v_token + dv), in_v).to(tl.float32)  # [C, V]
         u = tl.dot(inverse, beta * v, input_precision=PRECISION)
         tl.store(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), u, mask=in_v)
 
@@ -198,7 +199,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     state_row = block * BLOCK_DV + piece[:, None]  # [V, 1]
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + (head * DIM_V + state_row) * DIM_K + column  # [V, K]
     known = (state_row < DIM_V) & (column < tl.where(start > replay, DIM_K, 0))
-    S = tl.load(state_at, mask=known, other=0.0).to(tl.float32)  # [V, K]
+    S = load_where(state_at, known).to(tl.float32)  # [V, K]
     S = replayed(
         S[None, :, :], g_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot, start, replay, head,
         state_row[None, :, :], column[None, :, :], RING_SIZE, HEADS, KEY_HEADS, DIM_K, DIM_V, VECTOR_GATE, NORMALIZE,
@@ -220,24 +221,24 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
         if DELTA:
             gates, last = _gates(g_at, g_token, end - begin, column, in_k, VECTOR_GATE, CHUNK)
         else:
-            decay = tl.load(beta_at + j * beta_token, mask=j < end - begin, other=0.0) * tl.load(g_at)  # [1, C]
+            decay = load_where(beta_at + j * beta_token, j < end - begin) * tl.load(g_at)  # [1, C]
             gates, last = running_sums(decay, CHUNK), tl.sum(decay, 1)[:, None]  # [C, 1], [1, 1]
         before = tl.trans(S)  # [K, V]
         in_v = inside & (dv < DIM_V)  # [C, V]
         if DELTA:
-            u = tl.load(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), mask=in_v, other=0.0)  # [C, V]
-            w = tl.load(w_ptr + own * DIM_K + (i * (HEADS * DIM_K) + column), mask=inside & in_k, other=0.0)  # [C, K]
+            u = load_where(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), in_v)  # [C, V]
+            w = load_where(w_ptr + own * DIM_K + (i * (HEADS * DIM_K) + column), inside & in_k)  # [C, K]
             u -= tl.dot(w, before, input_precision=PRECISION)
         else:
-            v = tl.load(v_at, mask=in_v, other=0.0)  # [C, V]
-            u = v.to(tl.float32) * tl.load(beta_at + i * beta_token, mask=inside, other=0.0)  # [C, V]
-        q = _unit_rows(tl.load(q_at + (i * q_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
+            v = load_where(v_at, in_v)  # [C, V]
+            u = v.to(tl.float32) * load_where(beta_at + i * beta_token, inside)  # [C, V]
+        q = _unit_rows(load_where(q_at + (i * q_token + column), inside & in_k), NORMALIZE)  # [C, K]
         o = tl.dot(q * tl.exp(gates), before, input_precision=PRECISION)
         if DELTA:
             o *= scale
-            p = tl.load(p_ptr + own * CHUNK + (i * (HEADS * CHUNK) + j), mask=inside, other=0.0)  # [C, C]
+            p = load_where(p_ptr + own * CHUNK + (i * (HEADS * CHUNK) + j), inside)  # [C, C]
         else:
-            raw_k = tl.load(k_at + (i * k_token + column), mask=inside & in_k, other=0.0)  # [C, K]
+            raw_k = load_where(k_at + (i * k_token + column), inside & in_k)  # [C, K]
             p, _ = _scores(q, raw_k.to(tl.float32), gates, False, PRECISION, CHUNK)  # [C, C]
         o += tl.dot(p, u, input_precision=PRECISION)
         if HAS_SKIP:
@@ -245,7 +246,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
         out_at = out_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv)
         tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=in_v)
         if DELTA:
-            raw_k = tl.load(k_at + (i * k_token + column), mask=inside & in_k, other=0.0)  # [C, K]
+            raw_k = load_where(k_at + (i * k_token + column), inside & in_k)  # [C, K]
             k = _unit_rows(raw_k, NORMALIZE) * tl.exp(last - gates)
             S = S * tl.exp(last) + tl.dot(tl.trans(u), k, input_precision=PRECISION)
         else:
@@ -257,18 +258,18 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
             ring, place = slot * RING_SIZE, (start + begin + i) % RING_SIZE  # scalar, [C, 1]
             ring_at = place * HEADS + head  # [C, 1]
             if DELTA:
-                v = tl.load(v_at, mask=in_v, other=0.0)
+                v = load_where(v_at, in_v)
             tl.store(ring_v_ptr + ring * (HEADS * DIM_V) + (ring_at * DIM_V + dv), v, mask=in_v)
             ring_k_at = ring_k_ptr + ring * (KEY_HEADS * DIM_K) + ((place * KEY_HEADS + key_head) * DIM_K + column)
             tl.store(ring_k_at, raw_k, mask=inside & (column < tl.where(owns_key, DIM_K, 0)))
             kept = i < tl.where(block == 0, end - begin, 0)  # [C, 1]
-            beta = tl.load(beta_at + i * beta_token, mask=kept, other=0.0)
+            beta = load_where(beta_at + i * beta_token, kept)
             tl.store(ring_beta_ptr + ring * HEADS + ring_at, beta.to(tl.float32), mask=kept)
             if VECTOR_GATE:
-                g = tl.load(g_at + (i * g_token + column), mask=kept & in_k, other=0.0)
+                g = load_where(g_at + (i * g_token + column), kept & in_k)
                 tl.store(ring_g_ptr + ring * (HEADS * DIM_K) + (ring_at * DIM_K + column), g, mask=kept & in_k)
             elif DELTA:
-                g = tl.load(g_at + i * g_token, mask=kept, other=0.0)
+                g = load_where(g_at + i * g_token, kept)
                 tl.store(ring_g_ptr + ring * HEADS + ring_at, g, mask=kept)
 
 

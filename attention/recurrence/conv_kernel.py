@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of
+from attention.kernels.tiles import block_of, load_where
 from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens, zero_padding
 from attention.recurrence.state_rows import StateRows
 
@@ -65,17 +65,17 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for tap in tl.static_range(TAPS):
         source = offset + (tap - TAPS + 1)  # [B, 1] of the row's tokens; below 0 in the ring
-        x = tl.load(x_at + source.to(tl.int64) * x_token, mask=own & (source >= 0), other=0.0)  # [B, C]
-        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        x = load_where(x_at + source.to(tl.int64) * x_token, own & (source >= 0))  # [B, C]
+        weight = load_where(weight_ptr + channel * TAPS + tap, inside).to(tl.float32)
         total += x.to(tl.float32) * weight
         if tap < TAPS - 1:
             position = start + source  # [B, 1]; nothing is before position 0
             in_ring = (source < 0) & (position >= 0) & own  # [B, C]
             place = tl.maximum(position, 0) % RING_SIZE
-            x = tl.load(ring_at + place * CHANNELS, mask=in_ring, other=0.0)  # [B, C]
+            x = load_where(ring_at + place * CHANNELS, in_ring)  # [B, C]
             total += x.to(tl.float32) * weight
     if HAS_BIAS:
-        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        total += load_where(bias_ptr + channel, inside).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU:
         rounded = total.to(dtype).to(tl.float32)  # as torch, which has it in memory between the two
@@ -86,7 +86,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
         behind = tl.arange(0, RING_BLOCK)[:, None]  # [R, 1] tokens before the last one
         last = tokens - 1 - behind  # [R, 1]
         keep = (behind < RING_SIZE) & (last >= 0) & inside  # [R, C]
-        kept = tl.load(x_at + last.to(tl.int64) * x_token, mask=keep, other=0.0)  # [R, C]
+        kept = load_where(x_at + last.to(tl.int64) * x_token, keep)  # [R, C]
         tl.store(ring_at + (start + tl.maximum(last, 0)) % RING_SIZE * CHANNELS, kept, mask=keep)
 
 

@@ -46,7 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import block_of
+from attention.kernels.tiles import block_of, load_where
 from attention.recurrence.chunks_kernel import launch_chunks
 from attention.recurrence.index import MOST_INPUTS
 from attention.recurrence.kernel_rows import (
@@ -128,7 +128,7 @@ def own_or_kept(own_at, ring_at, is_ring, mask, REPLAY: tl.constexpr):  # type: 
     """What a row's tokens have there, and replayed ones in the ring, of one dtype: one load; zeros elsewhere."""
     if REPLAY:
         own_at = tl.where(is_ring, ring_at, own_at)
-    return tl.load(own_at, mask=mask, other=0.0)
+    return load_where(own_at, mask)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + column)  # [C, K]
     ring_k_at = ring_k_ptr + ring * (KEY_HEADS * DIM_K) + ((place_i * KEY_HEADS + key_head) * DIM_K + column)  # [C, K]
     raw_k = own_or_kept(k_at, ring_k_at, i < replay, (i < count) & in_k, REPLAY)  # [C, K]
-    raw_q = tl.load(q_at, mask=own_i & in_k, other=0.0)  # [C, K]
+    raw_q = load_where(q_at, own_i & in_k)  # [C, K]
     k, q = raw_k.to(tl.float32), raw_q.to(tl.float32)
     of_k = _inverse_length(tl.sum(k * k, 1), NORMALIZE)  # [C]
     of_q = _inverse_length(tl.sum(q * q, 1), NORMALIZE) * scale  # [C]
@@ -196,9 +196,9 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
         g = own_or_kept(g_at, ring_g_at, i < replay, i < count, REPLAY)  # [C, 1]
         beta_at = beta_ptr + (first * beta_token + head * beta_head) + (j - replay) * beta_token  # [1, C]
         ring_beta_at = ring_beta_ptr + ring * HEADS + (place_j * HEADS + head)  # [1, C]
-        beta = tl.load(beta_at, mask=own_j, other=0.0).to(tl.float32)  # [1, C]
+        beta = load_where(beta_at, own_j).to(tl.float32)  # [1, C]
         if REPLAY:
-            beta += tl.load(ring_beta_at, mask=j < replay, other=0.0)
+            beta += load_where(ring_beta_at, j < replay)
 
         through = tl.where(i <= j, g, 0.0)  # [C, C]
         upper, after = upper_bits(through), (j > i).to(tl.float32)  # [C, C]
@@ -314,10 +314,10 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     for piece in tl.range(0, PIECES, num_stages=READ_STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
-        S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0).to(tl.float32)  # [B, L]
+        S = load_where(state_at + begin, in_v & (begin + lane < known)).to(tl.float32)  # [B, L]
         k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
         read = times_exactly(S, tl.trans(k.to(tl.float32)), read, EXACT)
-        queries = tl.trans(tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32))  # [L, C]
+        queries = tl.trans(load_where(q_at + begin, own_i & in_k).to(tl.float32))  # [L, C]
         if EXACT:
             o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
         else:
@@ -340,7 +340,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
             begin = piece * PIECE
             in_k = begin + lane < DIM_K
-            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0).to(tl.float32)  # [B, L]
+            before = load_where(state_at + begin, in_v & (begin + lane < known)).to(tl.float32)  # [B, L]
             k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
             # by fma: as a matmul's accumulator the state would lose its last bits, because tensor cores truncate
             update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)

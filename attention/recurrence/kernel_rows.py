@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch
-from attention.kernels.tiles import counts_of
+from attention.kernels.tiles import counts_of, load_where
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import DeltaRing, ScanRing
 
@@ -242,7 +242,7 @@ def row_of_chunk(  # type: ignore[no-untyped-def]
     `least_tokens` tokens have no chunks."""
     index = tl.arange(0, ROWS)  # [ROWS]
     tokens = counts_of(query_start_loc_ptr, index, rows)  # [ROWS]
-    _, chunks = chunks_of_row(tokens, tl.load(num_new_ptr + index, mask=index < rows, other=0), CHUNK)  # [ROWS]
+    _, chunks = chunks_of_row(tokens, load_where(num_new_ptr + index, index < rows), CHUNK)  # [ROWS]
     return row_of_program(tl.where(tokens >= least_tokens, chunks, 0), index, rows, program)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of
+from attention.kernels.tiles import block_of, load_where
 from attention.recurrence.kernel_rows import check_launch, facts_of_row, inner_rows, zero_padding
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import ScanRing
@@ -62,32 +62,32 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     if tokens == 0:
         return
     state_at = state_ptr + (slot * CHANNELS + channel) * STATES + n  # [C, N]
-    S = tl.load(state_at, mask=(n < tl.where(start > replay, STATES, 0)) & in_c, other=0.0).to(tl.float32)  # [C, N]
-    A = tl.load(A_ptr + channel * STATES + n, mask=in_c & in_n, other=0.0)  # [C, N]
+    S = load_where(state_at, (n < tl.where(start > replay, STATES, 0)) & in_c).to(tl.float32)  # [C, N]
+    A = load_where(A_ptr + channel * STATES + n, in_c & in_n)  # [C, N]
     ring_x_at, ring_dt_at, ring_B_at = ring_x_ptr + channel, ring_dt_ptr + channel, ring_B_ptr + n
     for i in range(replay):
         place = slot * RING_SIZE + (start - replay + i) % RING_SIZE
-        x = tl.load(ring_x_at + place * CHANNELS, mask=in_c, other=0.0)  # [C, 1]
-        dt = tl.load(ring_dt_at + place * CHANNELS, mask=in_c, other=0.0)  # [C, 1]
-        B = tl.load(ring_B_at + place * STATES, mask=in_n, other=0.0)  # [1, N]
+        x = load_where(ring_x_at + place * CHANNELS, in_c)  # [C, 1]
+        dt = load_where(ring_dt_at + place * CHANNELS, in_c)  # [C, 1]
+        B = load_where(ring_B_at + place * STATES, in_n)  # [1, N]
         S = taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
     x_at, dt_at = x_ptr + first * x_token + channel, dt_ptr + first * dt_token + channel  # [C, 1]
     B_at, C_at = B_ptr + first * B_token + n, C_ptr + first * C_token + n  # [1, N]
     out_at = out_ptr + first * CHANNELS + channel  # [C, 1]
     # The next token's inputs are on their way while this one's are used: a prompt is one long loop.
-    next_x, next_dt = tl.load(x_at, mask=in_c, other=0.0), tl.load(dt_at, mask=in_c, other=0.0)
-    next_B, next_C = tl.load(B_at, mask=in_n, other=0.0), tl.load(C_at, mask=in_n, other=0.0)
+    next_x, next_dt = load_where(x_at, in_c), load_where(dt_at, in_c)
+    next_B, next_C = load_where(B_at, in_n), load_where(C_at, in_n)
     for token in range(tokens):
         x, dt, B, C = next_x, next_dt, next_B, next_C
         x_at, dt_at, B_at, C_at = x_at + x_token, dt_at + dt_token, B_at + B_token, C_at + C_token
         more = token + 1 < tokens
         next_in_c, next_in_n = channel < tl.where(more, CHANNELS, 0), n < tl.where(more, STATES, 0)
-        next_x, next_dt = tl.load(x_at, mask=next_in_c, other=0.0), tl.load(dt_at, mask=next_in_c, other=0.0)
-        next_B, next_C = tl.load(B_at, mask=next_in_n, other=0.0), tl.load(C_at, mask=next_in_n, other=0.0)
+        next_x, next_dt = load_where(x_at, next_in_c), load_where(dt_at, next_in_c)
+        next_B, next_C = load_where(B_at, next_in_n), load_where(C_at, next_in_n)
         S = taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
         y = tl.sum(S * C.to(tl.float32), 1, keep_dims=True)  # [C, 1]
         if HAS_D:
-            y += tl.load(D_ptr + channel, mask=in_c, other=0.0).to(tl.float32) * x.to(tl.float32)
+            y += load_where(D_ptr + channel, in_c).to(tl.float32) * x.to(tl.float32)
         tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=in_c)
         out_at += CHANNELS
         if token == num_new - 1:

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
+from attention.kernels.tiles import load_where
 from attention.recurrence.kernel_rows import Inputs, facts_of_row, state_tiling, times, zero_padding
 
 
@@ -64,10 +65,10 @@ def replayed(  # type: ignore[no-untyped-def]
         place = slot * RING_SIZE + (start - replay + i) % RING_SIZE
         at = place * HEADS + head
         k_at = ring_k_ptr + (place * KEY_HEADS + key_head) * DIM_K + column  # [J, 1, L]
-        k = tl.load(k_at, mask=column < DIM_K, other=0.0)  # [J, 1, L]
-        v = tl.load(ring_v_ptr + at * DIM_V + dv, mask=dv < DIM_V, other=0.0)  # [1, B, 1]
+        k = load_where(k_at, column < DIM_K)  # [J, 1, L]
+        v = load_where(ring_v_ptr + at * DIM_V + dv, dv < DIM_V)  # [1, B, 1]
         if VECTOR_GATE:
-            g = tl.load(ring_g_ptr + at * DIM_K + column, mask=column < DIM_K, other=0.0)
+            g = load_where(ring_g_ptr + at * DIM_K + column, column < DIM_K)
         else:
             g = tl.load(ring_g_ptr + at if DELTA else g_ptr + head)
         S = absorbed(S, k.to(tl.float32), v.to(tl.float32), g, tl.load(ring_beta_ptr + at), NORMALIZE, DELTA)
@@ -115,9 +116,7 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     column = piece[:, None, None] * PIECE + lane[None, None, :]  # [J, 1, L]
     in_k = column < DIM_K
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + (head * DIM_V + dv) * DIM_K + column  # [J, B, L]
-    S = tl.load(state_at, mask=(column < tl.where(start > replay, DIM_K, 0)) & in_v, other=0.0).to(
-        tl.float32
-    )  # [J, B, L]
+    S = load_where(state_at, (column < tl.where(start > replay, DIM_K, 0)) & in_v).to(tl.float32)  # [J, B, L]
     S = replayed(
         S, g_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot, start, replay, head, dv, column,
         RING_SIZE, HEADS, KEY_HEADS, DIM_K, DIM_V, VECTOR_GATE, NORMALIZE, DELTA,
@@ -126,13 +125,13 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     owns_key = (block == 0) & (head % (HEADS // KEY_HEADS) == 0)
     for token in range(tokens):
         at = first + token
-        k = tl.load(k_ptr + (at * k_token + key_head * k_head) + column, mask=in_k, other=0.0)  # [J, 1, L]
-        q = tl.load(q_ptr + (at * q_token + key_head * q_head) + column, mask=in_k, other=0.0)  # [J, 1, L]
-        v = tl.load(v_ptr + (at * v_token + head * v_head) + dv, mask=in_v, other=0.0)  # [1, B, 1]
+        k = load_where(k_ptr + (at * k_token + key_head * k_head) + column, in_k)  # [J, 1, L]
+        q = load_where(q_ptr + (at * q_token + key_head * q_head) + column, in_k)  # [J, 1, L]
+        v = load_where(v_ptr + (at * v_token + head * v_head) + dv, in_v)  # [1, B, 1]
         beta = tl.load(beta_ptr + at * beta_token + head * beta_head)
         g_at = g_ptr + (at * g_token + head * g_head)
         if VECTOR_GATE:
-            g = tl.load(g_at + column, mask=in_k, other=0.0)  # [J, 1, L]
+            g = load_where(g_at + column, in_k)  # [J, 1, L]
         else:
             g = tl.load(g_at)
         S = absorbed(S, k.to(tl.float32), v.to(tl.float32), g, beta.to(tl.float32), NORMALIZE, DELTA)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id
 from specdec.ops.filters_kernel import launch_filters
 from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
@@ -91,9 +91,9 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     num_drafts = tl.load(num_drafts_ptr + row)
     place = tl.arange(0, DRAFTS)
     exists = place < tl.where(temperature != 0, tl.minimum(num_drafts, N), 0)
-    drafts = tl.load(packed_ptr + N + 2 + place, mask=exists, other=0)  # [DRAFTS]
-    x = load_logits(logits_ptr + tl.load(index_ptr + place, mask=exists, other=0) * row_stride + drafts, exists)
-    uniform = tl.load(accept_uniform_ptr + row * accept_stride + place, mask=exists, other=0.0)
+    drafts = load_where(packed_ptr + N + 2 + place, exists)  # [DRAFTS]
+    x = load_logits(logits_ptr + load_where(index_ptr + place, exists) * row_stride + drafts, exists)
+    uniform = load_where(accept_uniform_ptr + row * accept_stride + place, exists)
     head = None
     if proposal is not None:
         head = _head(proposal, row)
@@ -156,7 +156,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     num_drafts, column = tl.load(num_drafts_ptr + row), tl.arange(0, TOKENS)
     columns = tl.where(temperature != 0, N + 1, 0)
-    uniforms = tl.load(next_uniform_ptr + row * next_stride + column, mask=column < columns, other=0.0)  # [TOKENS]
+    uniforms = load_where(next_uniform_ptr + row * next_stride + column, column < columns)  # [TOKENS]
     wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return
@@ -166,9 +166,9 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     rejected = at < num_drafts
     part = tl.arange(0, PARTS)
     sums_ptr += row * 2 * parts
-    of_rest = tl.load(sums_ptr + parts + part, mask=part < parts, other=0)
+    of_rest = load_where(sums_ptr + parts + part, part < parts)
     usable = rejected & (tl.sum(of_rest, 0) > 0)
-    sums = tl.where(usable, of_rest, tl.load(sums_ptr + part, mask=part < parts, other=0))
+    sums = tl.where(usable, of_rest, load_where(sums_ptr + part, part < parts))
     part, place = _pick_part(sums, tl.sum(tl.where(column == at, uniforms, 0.0), 0))
     target = (logits_ptr, index_ptr + row * (N + 1), stats_ptr + row * (N + 1) * 4, packed_ptr + N + 2, row_stride)
     head = None
@@ -178,7 +178,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     of_p, of_rest = _next_weights(tokens, at, rejected, target, head, (scale, floor, vocab))
     token = part * PART + _pick_in_part(tl.where(usable, of_rest, of_p), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
-    drafts = tl.load(packed_ptr + N + 2 + column, mask=column < N, other=0)
+    drafts = load_where(packed_ptr + N + 2 + column, column < N)
     tl.store(packed_ptr + 1 + column, tl.where(column == at, token, drafts), mask=column <= N)
 
 
@@ -189,8 +189,8 @@ def _uniform_of_step(  # type: ignore[no-untyped-def]
     """0 for a greedy row, which may have no place in either."""
     at = step
     if num_accepted_ptr is not None:
-        at += tl.load(num_accepted_ptr + row * accepted_stride, mask=is_sampled, other=0)
-    return tl.load(uniform_ptr + row * stride + tl.minimum(at, columns - 1), mask=is_sampled, other=0.0)
+        at += load_where(num_accepted_ptr + row * accepted_stride, is_sampled)
+    return load_where(uniform_ptr + row * stride + tl.minimum(at, columns - 1), is_sampled)
 
 
 @triton.jit

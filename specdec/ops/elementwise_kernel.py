@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id
 from specdec.ops.fp8_kernel import eight_bits, quantised
 from specdec.ops.linear import without_gaps
 
@@ -48,8 +48,8 @@ def _silu_product_kernel(  # type: ignore[no-untyped-def]
     token, start = long_program_id(0), tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
-    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0)  # [BLOCK]
-    up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    gate = load_where(gate_ptr + token * gate_stride + column, inside)  # [BLOCK]
+    up = load_where(up_ptr + token * up_stride + column, inside)  # [BLOCK]
     wide = gate.to(tl.float32)
     product = (wide / (1 + tl.exp(-wide)) * up.to(tl.float32)).to(gate.dtype)
     _store(product, start, token, out_ptr, scale_ptr, WIDTH, BLOCK)
@@ -96,12 +96,12 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
+    weight = load_where(weight_ptr + column, inside)  # [BLOCK]; no kernel writes it: no need to wait
     wait_for_predecessor(DEPENDENT)
     token = long_program_id(0)
-    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    x = load_where(x_ptr + token * x_stride + column, inside)  # [BLOCK]
     if ADDS:
-        residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
+        residual = load_where(residual_ptr + token * residual_stride + column, inside)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
     values = x.to(tl.float32)
@@ -177,10 +177,10 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     )
     cos, sin = cos_ptr + token * cos_token + column, sin_ptr + token * sin_token + column
     fits = column < HALF
-    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [HEADS, D/2]
-    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)  # [HEADS, D/2]
-    y1 = x1 * tl.load(cos, mask=fits, other=0.0) - x2 * tl.load(sin, mask=fits, other=0.0)
-    y2 = x2 * tl.load(cos + SECOND, mask=fits, other=0.0) + x1 * tl.load(sin + SECOND, mask=fits, other=0.0)
+    x1 = load_where(source, inside).to(tl.float32)  # [HEADS, D/2]
+    x2 = load_where(source + HALF, inside).to(tl.float32)  # [HEADS, D/2]
+    y1 = x1 * load_where(cos, fits) - x2 * load_where(sin, fits)
+    y2 = x2 * load_where(cos + SECOND, fits) + x1 * load_where(sin + SECOND, fits)
     tl.store(to, y1.to(query_out_ptr.dtype.element_ty), mask=inside)
     tl.store(to + HALF, y2.to(query_out_ptr.dtype.element_ty), mask=inside)
 

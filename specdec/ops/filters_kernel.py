@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id
 from specdec.ops.logits_kernel import (
     ALL,
     COLUMNS,
@@ -67,11 +67,11 @@ def _narrowed(  # type: ignore[no-untyped-def]
     """
     column = tl.arange(0, WIDTH)
     is_edge = column < (EDGES if LEVEL == 0 else WIDTH)
-    edges = tl.load(edges_ptr + column, mask=is_edge, other=0.0)
+    edges = load_where(edges_ptr + column, is_edge)
     if LEVEL > 0:
         low, high, below, target, total, above_floor = search_state(state_ptr)
     part = tl.arange(0, PARTS)[:, None]
-    sums = tl.sum(tl.load(sums_ptr + part * WIDTH + column[None, :], mask=part < parts, other=0.0), 0)  # [WIDTH]
+    sums = tl.sum(load_where(sums_ptr + part * WIDTH + column[None, :], part < parts), 0)  # [WIDTH]
     if LEVEL == 0:
         low, high, below = 0.0, float("inf"), 0.0
         total = tl.sum(tl.where(column == ALL, sums, 0.0), 0)

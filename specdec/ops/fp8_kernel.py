@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id
 from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
@@ -138,7 +138,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     token = long_program_id(0)
     group = block_of(tl.program_id(1), GROUPS)  # [G]
     column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [G, 128]
-    x = tl.load(x_ptr + token * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+    x = load_where(x_ptr + token * x_stride + column, column < width).to(tl.float32)
     rounded, scale = quantised(x, out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * width + column, rounded, mask=column < width)
     tl.store(scale_ptr + token * groups + group, scale, mask=group < groups)
@@ -176,7 +176,7 @@ def _scales(  # type: ignore[no-untyped-def]
     found = ()
     for i in tl.static_range(AT_ONCE):
         group = tl.minimum(first + i, last - 1)
-        of_x = tl.load(x_scale + group * x_scale_group, mask=real_token, other=0.0)
+        of_x = load_where(x_scale + group * x_scale_group, real_token)
         found = found + (of_x, tl.load(weight_scale + group * weight_scale_group))  # type: ignore[assignment]  # noqa: RUF005
     return found
 
@@ -221,11 +221,11 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
             if WHOLE:
                 # evict_first: weights are read once, and should not displace x, which every program reads, from L2.
                 w = tl.load(weights + start, eviction_policy="evict_first")  # [N, K]
-                x = tl.load(xs + start, mask=real_token[:, None], other=0.0)  # [M, K]
+                x = load_where(xs + start, real_token[:, None])  # [M, K]
             else:
                 inside = column[None, :] < width - start
-                w = tl.load(weights + start, mask=inside, other=0.0)
-                x = tl.load(xs + start, mask=real_token[:, None] & inside, other=0.0)
+                w = load_where(weights + start, inside)
+                x = load_where(xs + start, real_token[:, None] & inside)
             scale = scales[2 * i] * scales[2 * i + 1]  # [M]
             if WEIGHT_FIRST:
                 acc += tl.dot(w, tl.trans(x)) * scale[None, :]
@@ -251,9 +251,9 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     place = block_of(tl.program_id(0), SIZE)  # [SIZE]
     inside = place < count
     wait_for_predecessor(DEPENDENT)
-    total = tl.load(parts_ptr + place, mask=inside, other=0.0)
+    total = load_where(parts_ptr + place, inside)
     for part in tl.static_range(1, SPLITS):
-        total += tl.load(parts_ptr + part * count.to(tl.int64) + place, mask=inside, other=0.0)
+        total += load_where(parts_ptr + part * count.to(tl.int64) + place, inside)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 

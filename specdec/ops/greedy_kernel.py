@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id
 
 _PART = 4096
 
@@ -107,10 +107,10 @@ def _placing_kernel(  # type: ignore[no-untyped-def]
     wait_for_predecessor(DEPENDENT)
     i = block_of(tl.program_id(0), PLACES)  # [PLACES]
     inside = i < count
-    flat = tl.load(flat_ptr + i, mask=inside, other=0)
-    source = tl.load(sources_ptr + flat // width, mask=inside, other=0)
-    drafts = tl.load(drafts_ptr + source * draft_stride + flat % width, mask=inside, other=0)
-    tl.store(token_ids_ptr + tl.load(places_ptr + i, mask=inside, other=0), drafts, mask=inside)
+    flat = load_where(flat_ptr + i, inside)
+    source = load_where(sources_ptr + flat // width, inside)
+    drafts = load_where(drafts_ptr + source * draft_stride + flat % width, inside)
+    tl.store(token_ids_ptr + load_where(places_ptr + i, inside), drafts, mask=inside)
 
 
 @triton.jit(do_not_specialize=_ACCEPTANCE)
@@ -130,11 +130,11 @@ def _acceptance_kernel(  # type: ignore[no-untyped-def]
     row = long_program_id(0)
     column = tl.arange(0, COLUMNS)  # [COLUMNS]
     inside = column <= width
-    place = tl.load(index_ptr + row * (width + 1) + column, mask=inside, other=0)
-    target = tl.load(greedy_ptr + place, mask=inside, other=0)
-    source = tl.load(sources_ptr + row, mask=row < drafting, other=0)
+    place = load_where(index_ptr + row * (width + 1) + column, inside)
+    target = load_where(greedy_ptr + place, inside)
+    source = load_where(sources_ptr + row, row < drafting)
     drafted = column < tl.where(row < drafting, width, 0)
-    drafts = tl.load(drafts_ptr + source * draft_stride + column, mask=drafted, other=0)
+    drafts = load_where(drafts_ptr + source * draft_stride + column, drafted)
     num_drafts = tl.minimum(tl.load(num_drafts_ptr + row), width)
     accepted = (drafts == target) & (column < num_drafts)
     at = tl.min(tl.where(accepted, COLUMNS, column), 0)  # at most `width`, whose column is never accepted

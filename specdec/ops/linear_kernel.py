@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of
+from attention.kernels.tiles import block_of, load_where
 
 _TILE_TOKENS = 16
 _TILE_ROWS = 64
@@ -49,7 +49,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, width, TILE_WIDTH):
         # evict_first: weights are read once, and should not displace x, which every program reads, from L2.
         w = tl.load(weights + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")  # [M, K]
-        x = tl.load(x_columns + start, mask=token[None, :] < tokens, other=0.0)  # [K, N]
+        x = load_where(x_columns + start, token[None, :] < tokens)  # [K, N]
         acc = tl.dot(w, x, acc)
     to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & inside[:, None])
@@ -108,11 +108,11 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
             w = tl.load(weights + start)  # [M, K]
             x = tl.load(xs + start)  # [K, N]
         else:
-            w = tl.load(weights + start, mask=(start + column < width)[None, :], other=0.0)
-            x = tl.load(xs + start, mask=(start + column < width)[:, None], other=0.0)
+            w = load_where(weights + start, (start + column < width)[None, :])
+            x = load_where(xs + start, (start + column < width)[:, None])
         acc = tl.dot(w, x, acc)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        acc += load_where(bias_ptr + row, row < rows).to(tl.float32)[:, None]
     to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & (row[:, None] < rows))
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import block_of, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -87,8 +87,8 @@ def load_row(  # type: ignore[no-untyped-def]
     top_p, min_p = tl.load(top_p_ptr + owner), tl.load(min_p_ptr + owner)
     is_sampled, source = temperature != 0, row
     if index_ptr is not None:
-        source = tl.load(index_ptr + row, mask=is_sampled, other=0)
-    place = tl.load(peaks_ptr + source * peak_stride, mask=is_sampled, other=0)
+        source = load_where(index_ptr + row, is_sampled)
+    place = load_where(peaks_ptr + source * peak_stride, is_sampled)
     logits_ptr += source * row_stride
     return logits_ptr, load_logits(logits_ptr + place, is_sampled), temperature, top_k, top_p, min_p
 
@@ -244,13 +244,13 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     counting = counts_tokens(top_k, vocab)
     if (top_p >= 1) & (counting == 0):
         of_part = sums_ptr + (row * parts + part) * COLUMNS
-        above_floor = tl.sum(tl.load(of_part + FLOOR, mask=part < parts, other=0.0), 0)
-        mass = tl.sum(tl.load(of_part + ALL, mask=part < parts, other=0.0), 0)
+        above_floor = tl.sum(load_where(of_part + FLOOR, part < parts), 0)
+        mass = tl.sum(load_where(of_part + ALL, part < parts), 0)
         store_columns(stats_ptr, _stats(peak, least, first, mass, above_floor, floor, scale))
         return
     state_ptr += row * STATE
     low, high, below, target, mass, above_floor = search_state(state_ptr)
-    counts = tl.load(counts_ptr + row * parts + part, mask=part < parts, other=0)  # [PARTS]
+    counts = load_where(counts_ptr + row * parts + part, part < parts)  # [PARTS]
     most = tl.max(counts, 0)
     used = most <= CAPACITY
     chunks = tl.cdiv(tl.where(used, most, PART), TILE // PARTS)
