@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -111,19 +112,20 @@ class RowTable:
 
     def __init__(self, max_rows: int, max_model_len: int, extras: Iterable[ExtraColumns] = ()) -> None:
         self.max_model_len, self.extras = max_model_len, tuple(extras)
+        counts = partial(np.zeros, max_rows, np.int64)
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
-        self.length = np.zeros(max_rows, np.int64)
-        self.computed = np.zeros(max_rows, np.int64)
-        self.begin = np.zeros(max_rows, np.int64)
-        self.head_computed = np.zeros(max_rows, np.int64)
-        self.prefill = np.zeros(max_rows, np.int64)
-        self.prompt = np.zeros(max_rows, np.int64)
-        self.limit = np.zeros(max_rows, np.int64)
+        self.length = counts()
+        self.computed = counts()
+        self.begin = counts()
+        self.head_computed = counts()
+        self.prefill = counts()
+        self.prompt = counts()
+        self.limit = counts()
         self.longest = np.full(max_rows, max_model_len, np.int64)
-        self.variant = np.zeros(max_rows, np.int64)
-        self.drafts = np.zeros(max_rows, np.int64)
+        self.variant = counts()
+        self.drafts = counts()
         self.previous = np.full(max_rows, -1, np.int64)
-        self.given, self.num_given = np.zeros((max_rows, 0), np.int32), np.zeros(max_rows, np.int64)
+        self.given, self.num_given = np.zeros((max_rows, 0), np.int32), counts()
         self.awaited, self.gives = np.zeros(max_rows, np.bool_), False
         self.reads_first, self.any_reads_first = np.zeros(max_rows, np.bool_), False
         self.key = np.zeros(max_rows, np.uint64)
