@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
 
@@ -46,7 +46,7 @@ ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "las
 """The flat ones that change with the rows; all int32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CommonAttentionMetadata(BatchArrays[Tensor]):
     """A batch's attention: exact host arrays, and the device views of those that kernels read.
 
@@ -66,8 +66,8 @@ class CommonAttentionMetadata(BatchArrays[Tensor]):
         extras: further arrays of the batch on the device; at most one object of a class, see `extra`.
     """
 
-    host: HostBatch = field(kw_only=True)
-    staged: Staged = field(kw_only=True)
+    host: HostBatch
+    staged: Staged
     other_groups: tuple[CommonAttentionMetadata, ...] = ()
     extras: tuple[object, ...] = ()
 

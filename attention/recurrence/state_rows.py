@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ _SHORT = 16
 """Inputs of a row that decodes, or of a short chunk."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateRows(StateArrays[Tensor]):
     """The rows of one launch on the device: `StateArrays` and their tokens.
 
@@ -23,9 +23,9 @@ class StateRows(StateArrays[Tensor]):
         max_query_len, max_replay: most tokens and most replayed inputs of a row, or more: they may shape a launch.
     """
 
-    query_start_loc: Tensor = field(kw_only=True)
-    max_query_len: int = field(kw_only=True)
-    max_replay: int = field(kw_only=True)
+    query_start_loc: Tensor
+    max_query_len: int
+    max_replay: int
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:

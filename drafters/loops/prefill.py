@@ -11,7 +11,7 @@ carried vector a request and module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
@@ -98,18 +98,18 @@ class PassRows(Generic[A]):
     last_row: A = array(np.int64, "requests")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostPass(PassRows[np.ndarray]):
     """The pass on the host. batch: its attention over the head's pages, without requests that have no rows."""
 
-    batch: HostBatch = field(kw_only=True)
+    batch: HostBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DevicePass(PassRows[Tensor]):
     """The pass on the device. metadata: its attention; the drafting rows come first."""
 
-    metadata: CommonAttentionMetadata = field(kw_only=True)
+    metadata: CommonAttentionMetadata
 
 
 def prefill_arrays(draft: DraftInput) -> HostPass:

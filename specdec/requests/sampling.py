@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -348,11 +348,11 @@ class SamplingArrays(SamplingParameters[np.ndarray]):
         return bool((self.top_k > 0).any() or (self.top_p < 1).any() or (self.min_p > 0).any())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingTensors(SamplingParameters[Tensor]):
     """SamplingArrays on the device, [R] each, for R rows of logits; `filters` as known on the host."""
 
-    filters: bool = field(kw_only=True)
+    filters: bool
 
     def first(self, count: int) -> SamplingTensors:
         """Views of the parameters of the first rows."""

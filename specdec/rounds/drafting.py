@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
@@ -97,7 +97,7 @@ class AheadArrays(Generic[A]):
     decided_place: A = array(np.int64, "rows")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AheadInputs(AheadArrays[np.ndarray]):
     """The same on the host.
 
@@ -107,8 +107,8 @@ class AheadInputs(AheadArrays[np.ndarray]):
         carried: None with a single pass.
     """
 
-    batches: tuple[HostBatch, ...] = field(kw_only=True)
-    carried: CarriedRows[np.ndarray] | None = field(kw_only=True)
+    batches: tuple[HostBatch, ...]
+    carried: CarriedRows[np.ndarray] | None
 
 
 def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int = 0) -> AheadInputs:

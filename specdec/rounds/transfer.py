@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Generic
 
@@ -144,11 +144,11 @@ class Uniforms(Generic[A]):
     seed: A = array(np.int64, "rows", "places", optional=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceSampling(Uniforms[Tensor]):
     """Sampling parameters and uniforms of a round's rows on the device; tensors: [R]."""
 
-    tensors: SamplingTensors = field(kw_only=True)
+    tensors: SamplingTensors
 
     def first(self, rows: int) -> DeviceSampling:
         """Views of the first rows."""
@@ -156,7 +156,7 @@ class DeviceSampling(Uniforms[Tensor]):
         return DeviceSampling(**own, tensors=self.tensors.first(rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceRound(VerificationArrays[Tensor]):
     """One verification on the device.
 
@@ -165,7 +165,7 @@ class DeviceRound(VerificationArrays[Tensor]):
         sampling: None when all rows are greedy, and in rounds from graphs.
     """
 
-    metadata: CommonAttentionMetadata = field(kw_only=True)
+    metadata: CommonAttentionMetadata
     sampling: DeviceSampling | None = None
 
 
@@ -192,12 +192,12 @@ class VerificationSection:
         return self.own.of(staged.views, DeviceRound, metadata=self.batch.metadata(batch, staged))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceAhead(AheadArrays[Tensor]):
     """AheadInputs on the device; passes: the attention on the head's pages in each. carried: None of one pass."""
 
-    passes: Passes = field(kw_only=True)
-    carried: CarriedRows[Tensor] | None = field(kw_only=True)
+    passes: Passes
+    carried: CarriedRows[Tensor] | None
 
 
 class AheadSection:

@@ -5,7 +5,7 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -91,11 +91,11 @@ class VerificationArrays(Generic[A]):
     sources: A | None = array(np.int64, "rows", optional=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetInputs(VerificationArrays[np.ndarray]):
     """A verification on the host. batch: its attention."""
 
-    batch: HostBatch = field(kw_only=True)
+    batch: HostBatch
 
 
 @dataclass(frozen=True)
