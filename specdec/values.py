@@ -67,6 +67,11 @@ def ratio(amount: float, of: float) -> float:
     return amount / of if of else math.nan
 
 
+def are_texts(values: Iterable[Any]) -> bool:
+    """Whether all are strings, none of them empty."""
+    return all(isinstance(text, str) and text for text in values)
+
+
 def only(given: Mapping[str, R], names: Collection[str]) -> dict[str, R]:
     """The fields of these names that there are."""
     return {name: given[name] for name in names if name in given}

@@ -9,7 +9,19 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, Options, choice, flag, refuse, scale_pairs, share, token_ids, whole, wrong
+from specdec.values import (
+    MOST_COUNT,
+    Options,
+    are_texts,
+    choice,
+    flag,
+    refuse,
+    scale_pairs,
+    share,
+    token_ids,
+    whole,
+    wrong,
+)
 
 
 class Kind:
@@ -135,7 +147,7 @@ class Overrides(Kind):
 
     def read(self, name: str, value: Any) -> Options | None:
         """See `Kind.read`. Raises InvalidInputError: it is no mapping of texts to values."""
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        if not isinstance(value, Mapping) or not are_texts(value):
             raise refuse(name, value, "a mapping of keys of the head's config.json to values, or None")
         return dict(value) or None
 

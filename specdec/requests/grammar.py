@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.errors import InvalidInputError
 from specdec.options.logits_options import token_ids
-from specdec.values import Fields, TokenIds, refuse, short, wrong
+from specdec.values import Fields, TokenIds, are_texts, refuse, short, wrong
 
 Kind = Literal["json", "regex", "lark", "choice", "structural_tag"]
 Marker = str | TokenIds
@@ -114,7 +114,7 @@ class Grammar:
         if not isinstance(texts, Iterable):
             raise refuse("texts", texts, "one or more strings, none of them empty")
         each = [texts] if isinstance(texts, str) else list(texts)
-        if not each or not all(isinstance(text, str) and text for text in each):
+        if not each or not are_texts(each):
             raise refuse("texts", texts, "one or more strings, none of them empty")
         return cls("choice", json.dumps(each), begin, end)
 
@@ -129,7 +129,7 @@ class Grammar:
         """
         found = []
         listed = isinstance(structures, (list, tuple)) and isinstance(triggers, (list, tuple))
-        if not listed or not structures or not all(isinstance(t, str) and t for t in triggers):
+        if not listed or not structures or not are_texts(triggers):
             raise InvalidInputError(
                 f"structures={short(structures)}, triggers={short(triggers)}: allowed is a list of one or more dicts, "
                 "and a list of texts that are not empty"

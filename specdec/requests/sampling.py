@@ -34,7 +34,19 @@ from specdec.requests.user_code import (
     prefix_function,
     processors,
 )
-from specdec.values import Options, Reader, TokenIds, choice, flag, number, read_options, refuse, short, whole
+from specdec.values import (
+    Options,
+    Reader,
+    TokenIds,
+    are_texts,
+    choice,
+    flag,
+    number,
+    read_options,
+    refuse,
+    short,
+    whole,
+)
 
 MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
@@ -270,7 +282,7 @@ class SamplingParams(LogitsOptions):
 
 def _stops(name: str, given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else given
-    if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
+    if not isinstance(stops, (tuple, list)) or not are_texts(stops):
         raise refuse(name, given, "a string or a list of strings: non-empty strings")
     return tuple(stops)
 

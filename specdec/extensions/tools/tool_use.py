@@ -73,20 +73,25 @@ def _tools_of(given: Any) -> dict[str, Fields]:
     if given is not None and not isinstance(given, (list, tuple)):
         raise refuse("tools", given, 'a list of {"type": "function", "function": {"name": …, "parameters": …}}')
     for tool in given or ():
-        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if function is None or not isinstance(name, str) or not isinstance(function.get("parameters", {}), Mapping):
+        function = _function_of(tool)
+        name = function.get("name")
+        if not isinstance(name, str) or not isinstance(function.get("parameters", {}), Mapping):
             raise refuse("tools", tool, '{"type": "function", "function": {"name": …, "parameters": a JSON schema}}')
         found[name] = function
     return found
+
+
+def _function_of(given: Any) -> Fields:
+    """The field "function" of a tool or of a choice of one; {} where it has none."""
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def _choice_of(given: Any, names: Sequence[str]) -> tuple[str, str]:
     """ "none", "auto", "required", or "named" with the tool's name."""
     if given is None:
         return "auto", ""
-    named = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, Mapping) else None
+    name = _function_of(given).get("name")
     if name is None and given not in ("none", "auto", "required"):
         raise refuse("tool_choice", given, '"none", "auto", "required", {"type": "function", "function": {"name": …}}')
     if name is None and (given != "required" or names):
