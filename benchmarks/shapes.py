@@ -151,7 +151,7 @@ class Pair:
     @property
     def num_modules(self) -> int:
         """M multi-token-prediction modules that take turns; 1 of any other head."""
-        return self.head.num_modules if isinstance(self.head, MtpStack) else 1
+        return len(self.head.mtp_modules) if isinstance(self.head, MtpStack) else 1
 
     @cached_property
     def _probe(self) -> Probe:
@@ -244,7 +244,7 @@ def _matmul_weights(module: torch.nn.Module) -> int:
 
 def _module(head: Eagle3Head | MtpHead | MtpStack | AssistantHead) -> Eagle3Head | MtpHead | AssistantHead:
     """What runs in one pass of the head."""
-    return head.module(0) if isinstance(head, MtpStack) else head
+    return head.first if isinstance(head, MtpStack) else head
 
 
 def _head_weights(head: Eagle3Head | MtpHead | MtpStack | AssistantHead) -> int:

@@ -24,7 +24,7 @@ def oracle_module_drafts(
     token_ids: [L+1] int64; states: [L, H] the target's states after its final norm. A request with fewer than M
     committed states has too few rows for some modules: it gets at most L+1 drafts.
     """
-    most = num_drafts if len(states) >= stack.num_modules else len(states) + 1
+    most = num_drafts if len(states) >= len(stack.mtp_modules) else len(states) + 1
     return drafts_of(stack.mtp_modules, token_ids, states, min(num_drafts, most), choose)
 
 

@@ -259,13 +259,9 @@ class MtpStack(nn.Module):
         self.draft_vocab_size = modules[0].draft_vocab_size
 
     @property
-    def num_modules(self) -> int:
-        """M."""
-        return len(self.heads)
-
-    def module(self, step: int) -> MtpHead:
-        """The module that makes draft step+1."""
-        return self.heads[step % len(self.heads)]  # type: ignore[return-value]
+    def first(self) -> MtpHead:
+        """The module that makes the first draft."""
+        return self.heads[0]  # type: ignore[return-value]
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, H] target states after the final norm: taken as they are."""
@@ -273,19 +269,19 @@ class MtpStack(nn.Module):
 
     def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The first module's pass; see `MtpHead.forward`."""
-        return self.module(0).forward(token_ids, hidden, positions, attend)
+        return self.first.forward(token_ids, hidden, positions, attend)
 
     def logits(self, x: Tensor) -> Tensor:
         """The first module's logits."""
-        return self.module(0).logits(x)
+        return self.first.logits(x)
 
     def feedback(self, x: Tensor) -> Tensor:
         """The first module's feedback."""
-        return self.module(0).feedback(x)
+        return self.first.feedback(x)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """The modules' map, which is one."""
-        return self.module(0).to_target_ids(draft_ids)
+        return self.first.to_target_ids(draft_ids)
 
     def draft_on(self, target_ids: Tensor) -> None:
         """See `drafters.base.DraftsOnSome`; the modules share one copy."""
@@ -295,11 +291,11 @@ class MtpStack(nn.Module):
     @property
     def draft_rows(self) -> Tensor | None:
         """Shared by all modules, see `MtpHead`."""
-        return self.module(0).draft_rows
+        return self.first.draft_rows
 
     def renew_draft_rows(self, lm_head: Tensor) -> None:
         """See `drafters.base.DraftsOnSome`."""
-        self.module(0).renew_draft_rows(lm_head)
+        self.first.renew_draft_rows(lm_head)
 
     @property
     def mtp_modules(self) -> tuple[MtpHead, ...]:
@@ -308,7 +304,7 @@ class MtpStack(nn.Module):
 
     def draft_loop(self, limits: LoopSize) -> ModuleLoop | ChainLoop:
         """A loop over the modules in turn, at most one per draft; for one draft, the chain of the first."""
-        return ModuleLoop(self.mtp_modules, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
+        return ModuleLoop(self.mtp_modules, limits) if limits.drafts > 1 else self.first.draft_loop(limits)
 
     def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
         check_convention(self.mtp_modules, token_ids, states, num_drafts)

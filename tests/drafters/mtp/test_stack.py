@@ -53,7 +53,7 @@ class Rows:
             self.states = case.model.get_decoder()(torch.tensor(self.ids), use_cache=False).last_hidden_state
         group = CacheGroup("head", stack.attention_specs, 25, PAGE_SIZE)
         self.runner = GroupRunner(TorchBackend(CPU), group, torch.float32, CPU)
-        self.carried = torch.full((stack.num_modules, 2, 32), 99.0)  # unread: requests start
+        self.carried = torch.full((len(stack.mtp_modules), 2, 32), 99.0)  # unread: requests start
 
     @torch.no_grad()
     def round(self, start: list[int], stop: list[int], num_drafts: list[int]) -> Draft:
@@ -66,7 +66,7 @@ class Rows:
         last_row = torch.from_numpy(starts[1:] - 1)
         batch = rows_batch(starts, first, TABLE, PAGE_SIZE)
         passes = [DevicePass(tokens, shuffled.argsort(), last_row, metadata=staged(batch))]
-        for rows in module_rows(first, lens, self.stack.num_modules):
+        for rows in module_rows(first, lens, len(self.stack.mtp_modules)):
             own, sources, last = (torch.from_numpy(x) for x in (rows.tokens, rows.sources, rows.last_row))
             passes.append(DevicePass(tokens[own], sources, last, metadata=staged(module_batch(rows, TABLE, PAGE_SIZE))))
         modules = self.stack.mtp_modules
@@ -87,7 +87,7 @@ class Rows:
         for index, (start, stop, num) in enumerate(rounds):
             draft, right = self.round(start, stop, num), self.oracle(stop, num)
             assert [len(r) for r in right] == [
-                n if s >= self.stack.num_modules else min(n, s + 1) for s, n in zip(stop, num, strict=True)
+                n if s >= len(self.stack.mtp_modules) else min(n, s + 1) for s, n in zip(stop, num, strict=True)
             ]
             if [row[: len(r)] for row, r in zip(draft.token_ids.tolist(), right, strict=True)] != right:
                 found.append(index)
@@ -154,7 +154,7 @@ def test_keeping_the_scratch_rows_would_show(make: Callable[[str, int], Rows]) -
 def test_the_oracle_of_one_module_is_the_ordinary_one(make: Callable[[str, int], Rows]) -> None:
     """The stack's definition for M modules, with M = 1, is what `oracle_drafts` does."""
     rows = make("deepseek_v3", 2)
-    head = rows.stack.module(0)
+    head = rows.stack.first
     rows.stack.heads = torch.nn.ModuleList([head])
     with torch.no_grad():
         plain = oracle_drafts(head, torch.tensor(rows.ids[0][:12]), rows.states[0, :11], 4)
@@ -163,4 +163,4 @@ def test_the_oracle_of_one_module_is_the_ordinary_one(make: Callable[[str, int],
 
 def test_one_module_is_no_stack(make: Callable[[str, int], Rows]) -> None:
     with pytest.raises(HeadLoadError, match="two or more"):
-        MtpStack([make("deepseek_v3", 2).stack.module(0)])
+        MtpStack([make("deepseek_v3", 2).stack.first])
