@@ -18,6 +18,7 @@ from evals.errors import RunStoreError
 from evals.runs.answers import Answer, Json, from_json, to_json
 from specdec.import_names import version_of
 from specdec.run_files import KeptLines, writing
+from specdec.values import without
 
 _PACKAGES = ("specdec-hf", "torch", "transformers", "tokenizers", "flashinfer-python", "lm_eval")
 
@@ -46,7 +47,7 @@ def model_facts(facts: Json) -> Json:
     target = str(facts["target"])
     device = str(facts["device"])
     shown = PurePath(target).name if PurePath(target).is_absolute() else target
-    fixed = {key: value for key, value in facts.items() if key != "self_test_error"}
+    fixed = without(facts, ("self_test_error",))
     return {**fixed, "target": shown, "device_name": device_name(device)}
 
 

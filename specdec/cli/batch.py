@@ -60,7 +60,7 @@ def batch(context: click.Context, source: Path, target: Path, workers: int | Non
     from specdec.extensions.batches.run_batch import run_batch
 
     asking = _asking(options)
-    load = load_options_of({name: value for name, value in options.items() if name != "seed"}, seed=asking.seed)
+    load = load_options_of(without(options, ("seed",)), seed=asking.seed)
     start = partial(_records, options, load, asking, workers)
     summary = run_batch(source, target, _settings(options, load, asking), start)
     click.echo(summary.words, err=True)

@@ -14,7 +14,7 @@ from specdec.errors import InvalidInputError
 from specdec.loading.names import draft_name, model_name
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
-from specdec.values import MOST_COUNT, Options, only
+from specdec.values import MOST_COUNT, Options, only, without
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -202,7 +202,7 @@ def load_for_sampling(options: Options) -> tuple[SpeculativeModel, SamplingParam
     from specdec.requests.submission import filled
 
     params = sampling_of(options, seed=options["seed"])
-    load = {name: value for name, value in options.items() if name != "seed"}
+    load = without(options, ("seed",))
     seed = {} if params.seed is None else {"seed": params.seed}
     model = load_model(options["model"], options["draft"], load_options_of(load, **seed))
     return model, filled(params, model)

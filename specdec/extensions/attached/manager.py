@@ -25,7 +25,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
-from specdec.values import Json, Options, without_none
+from specdec.values import Json, Options, without, without_none
 
 _FEATURES = ("temperature", "top_k", "top_p")
 """Options that `add_request` takes for one request, as transformers'."""
@@ -365,4 +365,4 @@ class Manager:
 
 def _without_absolute(config: GenerationConfig) -> GenerationConfig:
     """Without `max_length`, which counts a prompt that is not there yet: the model's own or 20 new tokens."""
-    return GenerationConfig(**{name: value for name, value in config.to_dict().items() if name != "max_length"})
+    return GenerationConfig(**without(config.to_dict(), ("max_length",)))

@@ -17,7 +17,7 @@ from specdec.extensions.tools.answer_formats import AnswerFormat, Opening, Where
 from specdec.extensions.tools.tool_use import ToolUse
 from specdec.requests.request import Completion
 from specdec.requests.text import TextStream, Vocabulary
-from specdec.values import Fields, Json
+from specdec.values import Fields, Json, without
 
 _PROMPT_END = 64
 """Tokens of a prompt in which the marker that opens reasoning may be, with white space."""
@@ -315,7 +315,7 @@ def message_of(parts: Iterable[AnswerPart]) -> Json:
             if name != "tool_calls":
                 texts[name] = texts.get(name, "") + value
             elif "id" in value[0]:
-                calls.append({key: own for key, own in value[0].items() if key != "index"})
+                calls.append(without(value[0], ("index",)))
             else:
                 calls[value[0]["index"]]["function"]["arguments"] += value[0]["function"]["arguments"]
     content = texts.pop("content", None if calls else "")
