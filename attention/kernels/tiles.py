@@ -26,6 +26,12 @@ def load_where(ptr, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_float(ptr, mask):  # type: ignore[no-untyped-def]
+    """As `load_where`, in float32."""
+    return load_where(ptr, mask).to(tl.float32)
+
+
+@triton.jit
 def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """page_indptr [B+1], last_page_len [B] -> the row's first index into page_indices, and its number of keys."""
     first_page = tl.load(page_indptr_ptr + row)  # scalar

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import load_where
+from attention.kernels.tiles import load_float, load_where
 from attention.recurrence.kernel_rows import (
     CHUNK,
     Inputs,
@@ -143,7 +143,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     q = _unit_rows(load_where(q_at + (i * q_token + column), inside & in_k), NORMALIZE)  # [C, K]
     k = _unit_rows(load_where(k_at + (i * k_token + column), inside & in_k), NORMALIZE)  # [C, K]
     beta_at = beta_ptr + (at * beta_token + head * beta_head)
-    beta = load_where(beta_at + i * beta_token, inside).to(tl.float32)  # [C, 1]
+    beta = load_float(beta_at + i * beta_token, inside)  # [C, 1]
     g_at = g_ptr + (at * g_token + head * g_head)
     gates, _ = _gates(g_at, g_token, end - begin, column, in_k, VECTOR_GATE, CHUNK)
     queries, keys = _scores(q, k, gates, VECTOR_GATE, PRECISION, CHUNK)
@@ -155,7 +155,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     for block in tl.static_range((DIM_V + BLOCK_V - 1) // BLOCK_V):
         dv = block * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [1, V]
         in_v = inside & (dv < DIM_V)
-        v = load_where(v_at + (i * v_token + dv), in_v).to(tl.float32)  # [C, V]
+        v = load_float(v_at + (i * v_token + dv), in_v)  # [C, V]
         u = tl.dot(inverse, beta * v, input_precision=PRECISION)
         tl.store(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), u, mask=in_v)
 
@@ -199,7 +199,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     state_row = block * BLOCK_DV + piece[:, None]  # [V, 1]
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + (head * DIM_V + state_row) * DIM_K + column  # [V, K]
     known = (state_row < DIM_V) & (column < tl.where(start > replay, DIM_K, 0))
-    S = load_where(state_at, known).to(tl.float32)  # [V, K]
+    S = load_float(state_at, known)  # [V, K]
     S = replayed(
         S[None, :, :], g_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot, start, replay, head,
         state_row[None, :, :], column[None, :, :], RING_SIZE, HEADS, KEY_HEADS, DIM_K, DIM_V, VECTOR_GATE, NORMALIZE,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where
+from attention.kernels.tiles import block_of, load_float, load_where
 from attention.recurrence.kernel_rows import check_launch, inner_rows, row_of_block, row_tokens, zero_padding
 from attention.recurrence.state_rows import StateRows
 
@@ -66,7 +66,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     for tap in tl.static_range(TAPS):
         source = offset + (tap - TAPS + 1)  # [B, 1] of the row's tokens; below 0 in the ring
         x = load_where(x_at + source.to(tl.int64) * x_token, own & (source >= 0))  # [B, C]
-        weight = load_where(weight_ptr + channel * TAPS + tap, inside).to(tl.float32)
+        weight = load_float(weight_ptr + channel * TAPS + tap, inside)
         total += x.to(tl.float32) * weight
         if tap < TAPS - 1:
             position = start + source  # [B, 1]; nothing is before position 0
@@ -75,7 +75,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
             x = load_where(ring_at + place * CHANNELS, in_ring)  # [B, C]
             total += x.to(tl.float32) * weight
     if HAS_BIAS:
-        total += load_where(bias_ptr + channel, inside).to(tl.float32)
+        total += load_float(bias_ptr + channel, inside)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU:
         rounded = total.to(dtype).to(tl.float32)  # as torch, which has it in memory between the two

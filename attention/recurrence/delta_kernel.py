@@ -46,7 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where
+from attention.kernels.tiles import block_of, load_float, load_where
 from attention.recurrence.chunks_kernel import launch_chunks
 from attention.recurrence.index import MOST_INPUTS
 from attention.recurrence.kernel_rows import (
@@ -196,7 +196,7 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
         g = own_or_kept(g_at, ring_g_at, i < replay, i < count, REPLAY)  # [C, 1]
         beta_at = beta_ptr + (first * beta_token + head * beta_head) + (j - replay) * beta_token  # [1, C]
         ring_beta_at = ring_beta_ptr + ring * HEADS + (place_j * HEADS + head)  # [1, C]
-        beta = load_where(beta_at, own_j).to(tl.float32)  # [1, C]
+        beta = load_float(beta_at, own_j)  # [1, C]
         if REPLAY:
             beta += load_where(ring_beta_at, j < replay)
 
@@ -314,10 +314,10 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     for piece in tl.range(0, PIECES, num_stages=READ_STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
-        S = load_where(state_at + begin, in_v & (begin + lane < known)).to(tl.float32)  # [B, L]
+        S = load_float(state_at + begin, in_v & (begin + lane < known))  # [B, L]
         k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
         read = times_exactly(S, tl.trans(k.to(tl.float32)), read, EXACT)
-        queries = tl.trans(load_where(q_at + begin, own_i & in_k).to(tl.float32))  # [L, C]
+        queries = tl.trans(load_float(q_at + begin, own_i & in_k))  # [L, C]
         if EXACT:
             o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
         else:
@@ -340,7 +340,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
             begin = piece * PIECE
             in_k = begin + lane < DIM_K
-            before = load_where(state_at + begin, in_v & (begin + lane < known)).to(tl.float32)  # [B, L]
+            before = load_float(state_at + begin, in_v & (begin + lane < known))  # [B, L]
             k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
             # by fma: as a matmul's accumulator the state would lose its last bits, because tensor cores truncate
             update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)

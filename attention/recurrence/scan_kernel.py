@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where
+from attention.kernels.tiles import block_of, load_float, load_where
 from attention.recurrence.kernel_rows import check_launch, facts_of_row, inner_rows, zero_padding
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import ScanRing
@@ -62,7 +62,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     if tokens == 0:
         return
     state_at = state_ptr + (slot * CHANNELS + channel) * STATES + n  # [C, N]
-    S = load_where(state_at, (n < tl.where(start > replay, STATES, 0)) & in_c).to(tl.float32)  # [C, N]
+    S = load_float(state_at, (n < tl.where(start > replay, STATES, 0)) & in_c)  # [C, N]
     A = load_where(A_ptr + channel * STATES + n, in_c & in_n)  # [C, N]
     ring_x_at, ring_dt_at, ring_B_at = ring_x_ptr + channel, ring_dt_ptr + channel, ring_B_ptr + n
     for i in range(replay):
@@ -87,7 +87,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         S = taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
         y = tl.sum(S * C.to(tl.float32), 1, keep_dims=True)  # [C, 1]
         if HAS_D:
-            y += load_where(D_ptr + channel, in_c).to(tl.float32) * x.to(tl.float32)
+            y += load_float(D_ptr + channel, in_c) * x.to(tl.float32)
         tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=in_c)
         out_at += CHANNELS
         if token == num_new - 1:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import load_where
+from attention.kernels.tiles import load_float, load_where
 from attention.recurrence.kernel_rows import Inputs, facts_of_row, state_tiling, times, zero_padding
 
 
@@ -116,7 +116,7 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     column = piece[:, None, None] * PIECE + lane[None, None, :]  # [J, 1, L]
     in_k = column < DIM_K
     state_at = state_ptr + slot * (HEADS * DIM_V * DIM_K) + (head * DIM_V + dv) * DIM_K + column  # [J, B, L]
-    S = load_where(state_at, (column < tl.where(start > replay, DIM_K, 0)) & in_v).to(tl.float32)  # [J, B, L]
+    S = load_float(state_at, (column < tl.where(start > replay, DIM_K, 0)) & in_v)  # [J, B, L]
     S = replayed(
         S, g_ptr, ring_k_ptr, ring_v_ptr, ring_g_ptr, ring_beta_ptr, slot, start, replay, head, dv, column,
         RING_SIZE, HEADS, KEY_HEADS, DIM_K, DIM_V, VECTOR_GATE, NORMALIZE, DELTA,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where, long_program_id
+from attention.kernels.tiles import block_of, load_float, load_where, long_program_id
 from specdec.ops.fp8_kernel import eight_bits, quantised
 from specdec.ops.linear import without_gaps
 
@@ -177,8 +177,8 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     )
     cos, sin = cos_ptr + token * cos_token + column, sin_ptr + token * sin_token + column
     fits = column < HALF
-    x1 = load_where(source, inside).to(tl.float32)  # [HEADS, D/2]
-    x2 = load_where(source + HALF, inside).to(tl.float32)  # [HEADS, D/2]
+    x1 = load_float(source, inside)  # [HEADS, D/2]
+    x2 = load_float(source + HALF, inside)  # [HEADS, D/2]
     y1 = x1 * load_where(cos, fits) - x2 * load_where(sin, fits)
     y2 = x2 * load_where(cos + SECOND, fits) + x1 * load_where(sin + SECOND, fits)
     tl.store(to, y1.to(query_out_ptr.dtype.element_ty), mask=inside)

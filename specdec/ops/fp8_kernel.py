@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where, long_program_id
+from attention.kernels.tiles import block_of, load_float, load_where, long_program_id
 from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
@@ -138,7 +138,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     token = long_program_id(0)
     group = block_of(tl.program_id(1), GROUPS)  # [G]
     column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [G, 128]
-    x = load_where(x_ptr + token * x_stride + column, column < width).to(tl.float32)
+    x = load_float(x_ptr + token * x_stride + column, column < width)
     rounded, scale = quantised(x, out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * width + column, rounded, mask=column < width)
     tl.store(scale_ptr + token * groups + group, scale, mask=group < groups)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where
+from attention.kernels.tiles import block_of, load_float, load_where
 
 _TILE_TOKENS = 16
 _TILE_ROWS = 64
@@ -112,7 +112,7 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
             x = load_where(xs + start, (start + column < width)[:, None])
         acc = tl.dot(w, x, acc)
     if HAS_BIAS:
-        acc += load_where(bias_ptr + row, row < rows).to(tl.float32)[:, None]
+        acc += load_float(bias_ptr + row, row < rows)[:, None]
     to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & (row[:, None] < rows))
 
