@@ -26,7 +26,16 @@ from torch import Tensor
 from attention.cache.kv_cache import LayerKV
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import attend_tile, counts_of, key_places, load_where, no_keys, row_keys, rows_at
+from attention.kernels.tiles import (
+    attend_tile,
+    counts_of,
+    key_places,
+    load_where,
+    no_keys,
+    row_keys,
+    rows_at,
+    sum_where,
+)
 from attention.spec import AttentionSpec
 
 _FAR_AHEAD_BYTES = 150_000
@@ -179,9 +188,9 @@ def _place_of(  # type: ignore[no-untyped-def]
     parts = tl.where(index < rows, tl.maximum((2 * pages + share) // (2 * share), 1), 0)  # [ROWS]
     row = tl.sum((tl.cumsum(parts, 0) <= program).to(tl.int32), 0)
     before, own = index < row, index == row  # [ROWS]
-    part = program - tl.sum(tl.where(before, parts, 0), 0)
+    part = program - sum_where(parts, before)
     row = tl.where(row < ROWS, row, rows)
-    return row, tl.sum(tl.where(own, parts, 0), 0), part, tl.sum(tl.where(before & (parts > 1), parts, 0), 0)
+    return row, sum_where(parts, own), part, sum_where(parts, before & (parts > 1))
 
 
 @triton.jit

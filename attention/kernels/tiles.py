@@ -32,6 +32,12 @@ def load_float(ptr, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def sum_where(x, mask):  # type: ignore[no-untyped-def]
+    """The sum of what the mask leaves, along the first dimension."""
+    return tl.sum(tl.where(mask, x, 0), 0)
+
+
+@triton.jit
 def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """page_indptr [B+1], last_page_len [B] -> the row's first index into page_indices, and its number of keys."""
     first_page = tl.load(page_indptr_ptr + row)  # scalar

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import load_float, load_where
+from attention.kernels.tiles import load_float, load_where, sum_where
 from attention.recurrence.kernel_rows import (
     CHUNK,
     Inputs,
@@ -82,8 +82,8 @@ def _scores(  # type: ignore[no-untyped-def]
         queries = tl.zeros((CHUNK, CHUNK), tl.float32)
         keys = tl.zeros((CHUNK, CHUNK), tl.float32)
         for column in range(CHUNK):
-            key = tl.sum(tl.where(i == column, k, 0.0), 0)[None, :]  # [1, K]
-            gate = tl.sum(tl.where(i == column, gates, 0.0), 0)[None, :]  # [1, K]
+            key = sum_where(k, i == column)[None, :]  # [1, K]
+            gate = sum_where(gates, i == column)[None, :]  # [1, K]
             decayed = key * tl.exp(tl.minimum(gates - gate, 0.0))  # [C, K]
             queries = tl.where(j == column, tl.sum(q * decayed, 1)[:, None], queries)
             keys = tl.where(j == column, tl.sum(k * decayed, 1)[:, None], keys)

@@ -46,7 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import block_of, load_float, load_where
+from attention.kernels.tiles import block_of, load_float, load_where, sum_where
 from attention.recurrence.chunks_kernel import launch_chunks
 from attention.recurrence.index import MOST_INPUTS
 from attention.recurrence.kernel_rows import (
@@ -209,8 +209,8 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
         solved = unit_upper_inverse(A, count)  # [C, C]
         P = tl.where(i <= j, queries * decay * of_q[None, :], 0.0)
         since = tl.exp(tl.sum(through, 0))[None, :]  # [1, C] of the stored state, at each token
-        left = tl.sum(tl.where((i > j) & (i < committed), g, 0.0), 0)[None, :]  # [1, C] to the last committed token
-        kept = tl.sum(tl.where(i < committed, tl.broadcast_to(g, (CHUNK, CHUNK)), 0.0), 0)[None, :]  # [1, C] equal
+        left = sum_where(g, (i > j) & (i < committed))[None, :]  # [1, C] to the last committed token
+        kept = sum_where(tl.broadcast_to(g, (CHUNK, CHUNK)), i < committed)[None, :]  # [1, C] equal
         beta_i = tl.sum(tl.where(i == j, beta, 0.0), 1)[:, None]  # [C, 1]
 
         facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS

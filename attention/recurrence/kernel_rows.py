@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch
-from attention.kernels.tiles import counts_of, load_where
+from attention.kernels.tiles import counts_of, load_where, sum_where
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import DeltaRing, ScanRing
 
@@ -128,7 +128,7 @@ def row_of_program(counts, index, rows, program):  # type: ignore[no-untyped-def
     """counts [ROWS], programs of each row, index 0 … ROWS-1 -> the row of a program, and which of the row's programs it
     is; `rows` for surplus programs."""
     row = tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0)
-    return tl.minimum(row, rows), program - tl.sum(tl.where(index < row, counts, 0), 0)
+    return tl.minimum(row, rows), program - sum_where(counts, index < row)
 
 
 @triton.jit
@@ -265,7 +265,7 @@ def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     inverse = tl.where(in_block, -L, 0.0)  # [SIZE, SIZE] without the diagonal
     for r in range(1, 16):
         here = i % 16 == r  # [SIZE, 1]
-        row = tl.sum(tl.where(here, inverse, 0.0), 0)  # [SIZE] row r of every block, side by side
+        row = sum_where(inverse, here)  # [SIZE] row r of every block, side by side
         row += tl.sum(row[:, None] * inverse, 0)
         inverse = tl.where(here & in_block, row[None, :], inverse)
     one = (i == j).to(tl.float32)  # [SIZE, SIZE]

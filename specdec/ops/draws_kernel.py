@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id, sum_where
 from specdec.ops.filters_kernel import launch_filters
 from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
@@ -129,7 +129,7 @@ def _pick_part(sums, uniform):  # type: ignore[no-untyped-def]
     """int64 sums [PARTS] of the parts -> the part in which a draw falls, and how far into its own sum."""
     place = _target(tl.sum(sums, 0), uniform)
     passed = tl.cumsum(sums, 0) <= place
-    return tl.sum(passed.to(tl.int32), 0), place - tl.sum(tl.where(passed, sums, 0), 0)
+    return tl.sum(passed.to(tl.int32), 0), place - sum_where(sums, passed)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     of_rest = load_where(sums_ptr + parts + part, part < parts)
     usable = rejected & (tl.sum(of_rest, 0) > 0)
     sums = tl.where(usable, of_rest, load_where(sums_ptr + part, part < parts))
-    part, place = _pick_part(sums, tl.sum(tl.where(column == at, uniforms, 0.0), 0))
+    part, place = _pick_part(sums, sum_where(uniforms, column == at))
     target = (logits_ptr, index_ptr + row * (N + 1), stats_ptr + row * (N + 1) * 4, packed_ptr + N + 2, row_stride)
     head = None
     if proposal is not None:

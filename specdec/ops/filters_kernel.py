@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id, sum_where
 from specdec.ops.logits_kernel import (
     ALL,
     COLUMNS,
@@ -74,8 +74,8 @@ def _narrowed(  # type: ignore[no-untyped-def]
     sums = tl.sum(load_where(sums_ptr + part * WIDTH + column[None, :], part < parts), 0)  # [WIDTH]
     if LEVEL == 0:
         low, high, below = 0.0, float("inf"), 0.0
-        total = tl.sum(tl.where(column == ALL, sums, 0.0), 0)
-        above_floor = tl.sum(tl.where(column == FLOOR, sums, 0.0), 0)
+        total = sum_where(sums, column == ALL)
+        above_floor = sum_where(sums, column == FLOOR)
         target = tl.where(counting, top_k.to(tl.float32), mass_target(total, top_p))
     short = is_edge & (sums < target)
     low = tl.maximum(low, tl.max(tl.where(short, edges, 0.0), 0))

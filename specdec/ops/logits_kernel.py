@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.launch import wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where, long_program_id
+from attention.kernels.tiles import block_of, load_where, long_program_id, sum_where
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -193,7 +193,7 @@ def _search(  # type: ignore[no-untyped-def]
             of_part = tl.sum(tl.reshape(equal, (PARTS, TILE // PARTS)), 1)
             passed = tl.cumsum(of_part, 0) <= ties - kept
             part = tl.sum(passed.to(tl.int32), 0)
-            before = tl.sum(tl.where(passed, of_part, 0), 0)
+            before = sum_where(of_part, passed)
             index = block_of(part, PART)
             of_index = ordered(load_logits(logits_ptr + index, index < vocab), shift)
             tied = ((index < vocab) & (of_index == key)).to(tl.int32)
