@@ -29,6 +29,7 @@ from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import (
     attend_tile,
     counts_of,
+    ended,
     key_places,
     load_where,
     no_keys,
@@ -186,7 +187,7 @@ def _place_of(  # type: ignore[no-untyped-def]
         pages -= load_where(shared_ptr + index, index < rows)
     share = tl.maximum(tl.cdiv(tl.sum(pages, 0), wanted), LEAST_PAGES)
     parts = tl.where(index < rows, tl.maximum((2 * pages + share) // (2 * share), 1), 0)  # [ROWS]
-    row = tl.sum((tl.cumsum(parts, 0) <= program).to(tl.int32), 0)
+    row = ended(parts, program)
     before, own = index < row, index == row  # [ROWS]
     part = program - sum_where(parts, before)
     row = tl.where(row < ROWS, row, rows)

@@ -38,6 +38,12 @@ def sum_where(x, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def ended(sizes, place):  # type: ignore[no-untyped-def]
+    """How many of sizes [N], laid end to end, end at a place or before it."""
+    return tl.sum((tl.cumsum(sizes, 0) <= place).to(tl.int32), 0)
+
+
+@triton.jit
 def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """page_indptr [B+1], last_page_len [B] -> the row's first index into page_indices, and its number of keys."""
     first_page = tl.load(page_indptr_ptr + row)  # scalar

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch
-from attention.kernels.tiles import counts_of, load_where, sum_where
+from attention.kernels.tiles import counts_of, ended, load_where, sum_where
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import DeltaRing, ScanRing
 
@@ -127,7 +127,7 @@ def row_tokens(query_start_loc_ptr, row):  # type: ignore[no-untyped-def]
 def row_of_program(counts, index, rows, program):  # type: ignore[no-untyped-def]
     """counts [ROWS], programs of each row, index 0 … ROWS-1 -> the row of a program, and which of the row's programs it
     is; `rows` for surplus programs."""
-    row = tl.sum((tl.cumsum(counts, 0) <= program).to(tl.int32), 0)
+    row = ended(counts, program)
     return tl.minimum(row, rows), program - sum_where(counts, index < row)
 
 

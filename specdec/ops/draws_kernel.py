@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_where, long_program_id, sum_where
+from attention.kernels.tiles import block_of, ended, load_where, long_program_id, sum_where
 from specdec.ops.filters_kernel import launch_filters
 from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
@@ -133,11 +133,6 @@ def _pick_part(sums, uniform):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pick_in_part(weights, place):  # type: ignore[no-untyped-def]
-    return tl.sum((tl.cumsum(weights, 0) <= place).to(tl.int32), 0)
-
-
-@triton.jit
 def _resample_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
     index_ptr,  # [J, N + 1] int64
@@ -176,7 +171,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
         head = _head(proposal, row)
     tokens = block_of(part, PART)
     of_p, of_rest = _next_weights(tokens, at, rejected, target, head, (scale, floor, vocab))
-    token = part * PART + _pick_in_part(tl.where(usable, of_rest, of_p), place)
+    token = part * PART + ended(tl.where(usable, of_rest, of_p), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     drafts = load_where(packed_ptr + N + 2 + column, column < N)
     tl.store(packed_ptr + 1 + column, tl.where(column == at, token, drafts), mask=column <= N)
@@ -242,7 +237,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     part, place = _pick_part(sums, uniform)
     column = block_of(part, PART)
     x = load_logits(logits_ptr + column, column < vocab)
-    token = part * PART + _pick_in_part(_draft_weights(x, column, stats, temperature, min_p, vocab), place)
+    token = part * PART + ended(_draft_weights(x, column, stats, temperature, min_p, vocab), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     tl.store(ids_ptr + row * ids_stride, token)
     if drafts_ptr is not None:
