@@ -20,6 +20,12 @@ def block_of(number, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def at_most_last(index, count):  # type: ignore[no-untyped-def]
+    """Numbers of `count` elements, int64: the last one's for those beyond it."""
+    return tl.minimum(index, count - 1).to(tl.int64)
+
+
+@triton.jit
 def load_where(ptr, mask):  # type: ignore[no-untyped-def]
     """What lies at the pointers, with 0 outside of `mask`."""
     return tl.load(ptr, mask=mask, other=0.0)

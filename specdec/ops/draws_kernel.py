@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, ended, load_where, long_program_id, sum_where
+from attention.kernels.tiles import at_most_last, block_of, ended, load_where, long_program_id, sum_where
 from specdec.ops.filters_kernel import launch_filters
 from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
@@ -172,7 +172,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     tokens = block_of(part, PART)
     of_p, of_rest = _next_weights(tokens, at, rejected, target, head, (scale, floor, vocab))
     token = part * PART + ended(tl.where(usable, of_rest, of_p), place)
-    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    token = at_most_last(token, vocab)
     drafts = load_where(packed_ptr + N + 2 + column, column < N)
     tl.store(packed_ptr + 1 + column, tl.where(column == at, token, drafts), mask=column <= N)
 
@@ -238,7 +238,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     column = block_of(part, PART)
     x = load_logits(logits_ptr + column, column < vocab)
     token = part * PART + ended(_draft_weights(x, column, stats, temperature, min_p, vocab), place)
-    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    token = at_most_last(token, vocab)
     tl.store(ids_ptr + row * ids_stride, token)
     if drafts_ptr is not None:
         if target_ids_ptr is not None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_float, load_where, long_program_id
+from attention.kernels.tiles import at_most_last, block_of, load_float, load_where, long_program_id
 from specdec.ops.linear import without_gaps
 
 _GROUP = tl.constexpr(128)
@@ -200,7 +200,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     real_token, real_row = token < tokens, row < rows
     begin = tl.program_id(2) * share
     last = tl.minimum(begin + share, tl.cdiv(width, _GROUP))  # the first block that is not this program's
-    weight_rows = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride  # rows past the end: not stored
+    weight_rows = weight_ptr + at_most_last(row, rows) * weight_stride  # rows past the end: not stored
     weights = weight_rows[:, None] + column[None, :]  # [N, K]
     weight_scale = weight_scale_ptr + (first_row // _GROUP).to(tl.int64) * weight_scale_row  # see Fp8Tiling
     xs = x_ptr + token[:, None].to(tl.int64) * x_stride + column[None, :]  # [M, K]

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
-from attention.kernels.tiles import block_of, load_float, load_where
+from attention.kernels.tiles import at_most_last, block_of, load_float, load_where
 
 _TILE_TOKENS = 16
 _TILE_ROWS = 64
@@ -41,7 +41,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, TILE_WIDTH)  # [K]
     inside = row < rows  # [M]
     # int64: a large weight, such as an lm_head of 256k rows of 16k, has more elements than int32 counts.
-    weight_row = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
+    weight_row = weight_ptr + at_most_last(row, rows) * weight_stride
     wait_for_predecessor(DEPENDENT)
     weights = weight_row[:, None] + column[None, :]
     x_columns = x_ptr + token[None, :] * x_stride + column[:, None]
@@ -99,8 +99,8 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
     row = (group * GROUP + within % size) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [M] of the weight
     token = (within // size) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)  # [N]
     column = tl.arange(0, TILE_WIDTH)  # [K]
-    weights = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * weight_stride + column[None, :]
-    xs = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[None, :] * x_stride + column[:, None]
+    weights = weight_ptr + at_most_last(row, rows)[:, None] * weight_stride + column[None, :]
+    xs = x_ptr + at_most_last(token, tokens)[None, :] * x_stride + column[:, None]
     wait_for_predecessor(DEPENDENT)
     acc = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)  # [M, N]
     for start in range(0, width, TILE_WIDTH):
