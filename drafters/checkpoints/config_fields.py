@@ -7,13 +7,12 @@ target, and keys of exporters newer than this file. Reports omit the first kind 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from attention.tables import read_tables
 from drafters.errors import HeadLoadError
 from drafters.rope import ROPE_KINDS, RopeSpec, Scaling
 
@@ -151,7 +150,7 @@ def check_tensors(found: Shapes, expected: Shapes) -> None:
 UNKNOWN = "unknown keys"
 """Name of the field that lists keys unknown to this version."""
 
-_KEYS = tomllib.loads(files("drafters").joinpath("checkpoints/unread_keys.toml").read_text("utf-8"))
+_KEYS = read_tables("drafters", "checkpoints/unread_keys.toml")
 _ALWAYS, _EXPORTERS, _TARGETS = (
     re.compile("".join(_KEYS[kind].split())) for kind in ("always", "exporters", "targets")
 )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from enum import Enum
-from importlib.resources import files
 
+from attention.tables import read_tables
 from drafters.checkpoints.config_fields import Config, Shapes, lookup
 from drafters.checkpoints.tensor_files import CheckpointFolder, CheckpointPath, locate, open_folder, read_json
 from drafters.errors import HeadLoadError
@@ -121,7 +120,7 @@ def speculators_type(config: Config) -> str | None:
     return named if isinstance(named, str) else None
 
 
-_TABLES = tomllib.loads(files("drafters").joinpath("checkpoints/layouts.toml").read_text("utf-8"))
+_TABLES = read_tables("drafters", "checkpoints/layouts.toml")
 _NAMED = tuple((Layout[kind], tuple(keys), part) for kind, keys, part in _TABLES["named"])
 _MARKERS = tuple((marker, Layout[kind]) for marker, kind in _TABLES["markers"])
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
+from attention.tables import read_tables
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import StateDict
 from drafters.errors import HeadLoadError
@@ -66,7 +65,7 @@ class MtpFormat:
         return self.others + rest
 
 
-_ENTRIES = tomllib.loads(files("drafters").joinpath("mtp/formats.toml").read_text("utf-8"))
+_ENTRIES = read_tables("drafters", "mtp/formats.toml")
 DEEPSEEK, MIMO, ERNIE, QWEN, NEMOTRON = (MtpFormat(name, **entry) for name, entry in _ENTRIES.items())
 SPECULATORS = replace(MIMO, name="speculators", hidden_first=False)
 """Source: vllm-project/speculators: MiMo's names with the embedding first."""

@@ -15,14 +15,13 @@ benchmark/mtbench/bench_sglang_eagle.py; ai-dynamo/aiperf docs/metrics-reference
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
+from attention.tables import read_tables
 from evals.runs.answers import Answer
 from specdec.requests.stats import pool
 
@@ -76,7 +75,7 @@ def _read(key: str, entry: dict[str, Any]) -> Metric:
     return Metric(key, **values)
 
 
-_ENTRIES = tomllib.loads(files("evals").joinpath("acceptance/metrics.toml").read_text("utf-8"))
+_ENTRIES = read_tables("evals", "acceptance/metrics.toml")
 METRICS: tuple[Metric, ...] = tuple(_read(key, entry) for key, entry in _ENTRIES.items())
 
 _POSITIONS = {

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 
+from attention.tables import read_tables
 from specdec.errors import InvalidInputError
 from specdec.values import Json
 
@@ -27,7 +26,7 @@ _STEPS = (1, 1, 2, 2, 2, 2, 3, 3, 3)  # how many lines an answer has, before the
 _HELDOUT_BYTES = 32  # of 256 values of the first hash byte
 
 
-_TEXTS: Json = tomllib.loads(files("evals").joinpath("data/problem_texts.toml").read_text("utf-8"))
+_TEXTS: Json = read_tables("evals", "data/problem_texts.toml")
 
 WOMEN, MEN, THINGS = (tuple(_TEXTS[name].split()) for name in ("women", "men", "things"))
 ITEMS = tuple(_TEXTS["items"])

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from transformers.utils import import_utils
 
 from attention.backends.limits import dtype_name
 from attention.hf.weights import is_quantised
+from attention.tables import read_tables
 from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict
 from specdec.errors import ModelLoadError
@@ -56,7 +55,7 @@ _OF_BITSANDBYTES = {
 }
 
 
-_PACKAGES = tomllib.loads(files("specdec").joinpath("loading/quantisation.toml").read_text("utf-8"))
+_PACKAGES = read_tables("specdec", "loading/quantisation.toml")
 """What each method needs, by the name in transformers' registry; a method that is not here needs nothing."""
 _KERNELS, _ACCELERATE = _PACKAGES["eetq"]
 

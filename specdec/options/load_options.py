@@ -7,15 +7,14 @@ arguments. It imports no torch: `--help` reads it.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial, wraps
-from importlib.resources import files
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
+from attention.tables import read_tables
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import (
     CPU_LINEARS,
@@ -238,7 +237,7 @@ class LoadOptions:
 
 def other_names(table: str) -> dict[str, str]:
     """A table of other_names.toml: names that other projects have -> what they are here."""
-    tables = tomllib.loads(files("specdec").joinpath("options/other_names.toml").read_text("utf-8"))
+    tables = read_tables("specdec", "options/other_names.toml")
     return {name: own for own, names in tables[table].items() for name in names}
 
 
