@@ -40,10 +40,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=value_inside)  # [BLOCK]
         if EIGHT_BITS:
             value = tl.minimum(tl.maximum(value.to(tl.float32) * value_inverse, -limit), limit)
-        tl.store(values_ptr + value_place, value.to(values_ptr.dtype.element_ty), mask=value_inside)
+        tl.store(values_ptr + value_place, value, mask=value_inside)
     if EIGHT_BITS:
         key = tl.minimum(tl.maximum(key.to(tl.float32) * key_inverse, -limit), limit)
-    tl.store(keys_ptr + place, key.to(keys_ptr.dtype.element_ty), mask=inside)
+    tl.store(keys_ptr + place, key, mask=inside)
 
 
 def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

@@ -107,7 +107,7 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
         acc *= value_scale
     to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM_V + value_column[None, :]  # [M, Wv]
     in_out = without_padding(own, value_column, DIM_V)  # [M, Wv] or [M, 1]
-    tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=in_out)
+    tl.store(to, acc / l[:, None], mask=in_out)
 
 
 def _tile(width: int) -> tuple[int, int, int]:

@@ -298,7 +298,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
             # Back to zero, as the next launch expects it.
             tl.store(arrived_ptr + first_place, 0)
     if arrived == parts - 1:
-        tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+        tl.store(to, acc / l[:, None], mask=own)
 
 
 def launch_packed(

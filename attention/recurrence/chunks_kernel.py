@@ -244,7 +244,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
         if HAS_SKIP:
             o += tl.load(skip_ptr + head).to(tl.float32) * v.to(tl.float32)
         out_at = out_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv)
-        tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=in_v)
+        tl.store(out_at, o, mask=in_v)
         if DELTA:
             raw_k = load_where(k_at + (i * k_token + column), inside & in_k)  # [C, K]
             k = _unit_rows(raw_k, NORMALIZE) * tl.exp(last - gates)
@@ -264,7 +264,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
             tl.store(ring_k_at, raw_k, mask=inside & (column < tl.where(owns_key, DIM_K, 0)))
             kept = i < tl.where(block == 0, end - begin, 0)  # [C, 1]
             beta = load_where(beta_at + i * beta_token, kept)
-            tl.store(ring_beta_ptr + ring * HEADS + ring_at, beta.to(tl.float32), mask=kept)
+            tl.store(ring_beta_ptr + ring * HEADS + ring_at, beta, mask=kept)
             if VECTOR_GATE:
                 g = load_where(g_at + (i * g_token + column), kept & in_k)
                 tl.store(ring_g_ptr + ring * (HEADS * DIM_K) + (ring_at * DIM_K + column), g, mask=kept & in_k)

@@ -347,7 +347,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
             after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
             tl.store(state_at + begin, after, mask=in_v & in_k)
     out_at = out_ptr + (first * HEADS + head) * DIM_V + ((j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
-    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=own_j & in_v)
+    tl.store(out_at, o, mask=own_j & in_v)
     tl.store(ring_v_at, raw_v, mask=(j >= committed) & (j < count) & in_v)
 
 

@@ -88,7 +88,7 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
         y = tl.sum(S * C.to(tl.float32), 1, keep_dims=True)  # [C, 1]
         if HAS_D:
             y += load_float(D_ptr + channel, in_c) * x.to(tl.float32)
-        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=in_c)
+        tl.store(out_at, y, mask=in_c)
         out_at += CHANNELS
         if token == num_new - 1:
             tl.store(state_at, S, mask=in_c & in_n)

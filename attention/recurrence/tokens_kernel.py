@@ -141,7 +141,7 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
             o *= inverse_length(S, query, NORMALIZE) * scale
         if HAS_SKIP:
             o += tl.load(skip_ptr + head).to(tl.float32) * v.to(tl.float32)
-        tl.store(out_ptr + (at * HEADS + head) * DIM_V + dv, o.to(out_ptr.dtype.element_ty), mask=in_v)
+        tl.store(out_ptr + (at * HEADS + head) * DIM_V + dv, o, mask=in_v)
         if token == num_new - 1:
             tl.store(state_at, S, mask=in_k & in_v)
         if token >= num_new:
@@ -150,7 +150,7 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
             tl.store(ring_v_ptr + ring_at * DIM_V + dv, v, mask=in_v)
             ring_k_at = ring_k_ptr + (place * KEY_HEADS + key_head) * DIM_K + column
             tl.store(ring_k_at, k, mask=column < tl.where(owns_key, DIM_K, 0))
-            tl.store(ring_beta_ptr + ring_at, beta.to(tl.float32), mask=block == 0)
+            tl.store(ring_beta_ptr + ring_at, beta, mask=block == 0)
             if VECTOR_GATE:
                 tl.store(ring_g_ptr + ring_at * DIM_K + column, g, mask=column < tl.where(block == 0, DIM_K, 0))
             elif DELTA:

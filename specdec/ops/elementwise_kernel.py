@@ -181,8 +181,8 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     x2 = load_float(source + HALF, inside)  # [HEADS, D/2]
     y1 = x1 * load_where(cos, fits) - x2 * load_where(sin, fits)
     y2 = x2 * load_where(cos + SECOND, fits) + x1 * load_where(sin + SECOND, fits)
-    tl.store(to, y1.to(query_out_ptr.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, y2.to(query_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to, y1, mask=inside)
+    tl.store(to + HALF, y2, mask=inside)
 
 
 def launch_rotation(

@@ -235,10 +235,10 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     out = out_ptr + long_program_id(2) * tokens * rows
     if WEIGHT_FIRST:
         to = out + token[None, :].to(tl.int64) * rows + row[:, None]  # [N, M]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real_token[None, :] & real_row[:, None])
+        tl.store(to, acc, mask=real_token[None, :] & real_row[:, None])
     else:
         to = out + token[:, None].to(tl.int64) * rows + row[None, :]  # [M, N]
-        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real_token[:, None] & real_row[None, :])
+        tl.store(to, acc, mask=real_token[:, None] & real_row[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -254,7 +254,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     total = load_where(parts_ptr + place, inside)
     for part in tl.static_range(1, SPLITS):
         total += load_where(parts_ptr + part * count.to(tl.int64) + place, inside)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + place, total, mask=inside)
 
 
 def launch_fp8_matmul(

@@ -138,7 +138,7 @@ def _acceptance_kernel(  # type: ignore[no-untyped-def]
     num_drafts = tl.minimum(tl.load(num_drafts_ptr + row), width)
     accepted = (drafts == target) & (column < num_drafts)
     at = tl.min(tl.where(accepted, COLUMNS, column), 0)  # at most `width`, whose column is never accepted
-    tl.store(accepted_ptr + row * accepted_stride, at.to(tl.int64))
+    tl.store(accepted_ptr + row * accepted_stride, at)
     tl.store(tokens_ptr + row * tokens_stride + column, tl.where(column == at, target, drafts), mask=inside)
     tl.store(out_ptr + row * out_stride + column, drafts, mask=column < width)
 

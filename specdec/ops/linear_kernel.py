@@ -52,7 +52,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         x = load_where(x_columns + start, token[None, :] < tokens)  # [K, N]
         acc = tl.dot(w, x, acc)
     to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
-    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & inside[:, None])
+    tl.store(to, acc, mask=(token[None, :] < tokens) & inside[:, None])
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -114,7 +114,7 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
     if HAS_BIAS:
         acc += load_float(bias_ptr + row, row < rows)[:, None]
     to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
-    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & (row[:, None] < rows))
+    tl.store(to, acc, mask=(token[None, :] < tokens) & (row[:, None] < rows))
 
 
 def launch_invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
