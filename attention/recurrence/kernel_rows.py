@@ -183,7 +183,7 @@ def zero_padding(out_at, end_ptr, total_tokens, STEP: tl.constexpr, mask):  # ty
     end = tl.load(end_ptr)
     at = out_at + end.to(tl.int64) * STEP
     for _ in range(total_tokens - end):
-        tl.store(at, tl.zeros(at.shape, at.dtype.element_ty), mask=mask)
+        tl.store(at, 0.0, mask=mask)
         at += STEP
 
 
