@@ -100,7 +100,7 @@ ROOMS = [
     "attention/checking.py",
     "attention/cached.py",
     "attention/threads.py",
-    "attention/tables.py",
+    "attention/toml_tables.py",
     "attention/staging.py",
     "attention/spec.py",
     "attention/batch",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from drafters.errors import HeadLoadError
 from drafters.rope import ROPE_KINDS, RopeSpec, Scaling
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from drafters.checkpoints.config_fields import Config, Shapes, lookup
 from drafters.checkpoints.tensor_files import CheckpointFolder, CheckpointPath, locate, open_folder, read_json
 from drafters.errors import HeadLoadError

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import StateDict
 from drafters.errors import HeadLoadError

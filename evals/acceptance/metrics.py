@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from evals.runs.answers import Answer
 from specdec.requests.stats import pool
 

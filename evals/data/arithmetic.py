@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from specdec.errors import InvalidInputError
 from specdec.values import Json
 

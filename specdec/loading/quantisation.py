@@ -23,7 +23,7 @@ from transformers.utils import import_utils
 
 from attention.backends.limits import dtype_name
 from attention.hf.weights import is_quantised
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.tensor_files import CheckpointFolder, StateDict
 from specdec.errors import ModelLoadError

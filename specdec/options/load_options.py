@@ -14,7 +14,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args
 
 from attention.backends.kinds import KINDS
-from attention.tables import read_tables
+from attention.toml_tables import read_tables
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import (
     CPU_LINEARS,
