@@ -62,6 +62,27 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.3g} KiB"
 
 
+def least_bytes(value: Any, most: int) -> int:
+    """Bytes that a value has as JSON at least; counted until they are more than `most`.
+
+    >>> least_bytes({"a": ["b", 1]}, 100), least_bytes(["b"] * 1000, 10) > 10
+    (13, True)
+    """
+    found, inside = 0, [value]
+    while inside and found <= most:
+        own = inside.pop()
+        if isinstance(own, str):
+            found += len(own) + 2
+        elif isinstance(own, dict):
+            found += sum(map(len, own)) + 4 * len(own)
+            inside += own.values()
+        elif isinstance(own, list):
+            found += len(own)
+            inside += own
+        found += 1
+    return found
+
+
 def ratio(amount: float, of: float) -> float:
     """amount / of; NaN where there is nothing to divide by."""
     return amount / of if of else math.nan

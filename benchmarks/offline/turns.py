@@ -5,9 +5,9 @@
 
 `rounds`: milliseconds of a step. `calls`: of whole calls of so many requests, from nothing to the last token, with the
 options that a load has by default. SIZES in the environment: a JSON object of other options, and of "weights",
-"layers" and "held" (see `benchmarks.shapes.random_pair`), "calls" (counts) and "long" (longest prompt of 48 more calls). The
-process ends at the file HELD/NAME.end. Only what both checkouts have is called. A line of the result has the ratio of both in a turn, as a
-geometric mean with its 95 % interval (Student's t over turns).
+"layers" and "held" (see `benchmarks.shapes.random_pair`), "calls" (counts) and "long" (longest prompt of 48 more
+calls). The process ends at the file HELD/NAME.end. Only what both checkouts have is called. A line of the result has
+the ratio of both in a turn, as a geometric mean with its 95 % interval (Student's t over turns).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from specdec.extensions.server.server_settings import ServerSettings
 from specdec.extensions.tools.tool_use import ToolUse
 from specdec.requests.prompts import split_prompts
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Json
+from specdec.values import Json, least_bytes
 
 T = TypeVar("T")
 _SIZES = {"max_n": "completions of a prompt (n)", "max_grammar_bytes": "bytes of a grammar, or of schemas of tools"}
@@ -127,13 +127,20 @@ class Service:
         """What a body asks for. Raises Refusal, InvalidInputError."""
         settings = self.settings
         body = openai.body_of(data, settings.name)
+        if len(data) > (most := settings.max_grammar_bytes):  # before it is written out, which holds up all threads
+            self._check_size("max_grammar_bytes", least_bytes(body.get("response_format"), most), "more than ")
         use = openai.tools_of(body, chat, self.model.tokenizer, settings.family)
         prompts, params = openai.request_of(body, chat, settings.allow_lark, use)
-        sizes = {"max_n": params.n, "max_grammar_bytes": len(getattr(params.grammar, "source", ""))}
-        for name, size in sizes.items():
-            if size > (most := getattr(settings, name)):
-                raise Refusal(400, name, f"{size} {_SIZES[name]}: at most {most} are served ({name}); ask for less")
+        self._check_size("max_n", params.n)
+        self._check_size("max_grammar_bytes", len(getattr(params.grammar, "source", "")))
         return ReadBody(prompts, params, use, *openai.streamed(body), 1 if chat else len(split_prompts(prompts)))
+
+    def _check_size(self, name: str, size: int, before: str = "") -> None:
+        """Raises Refusal: more than the setting of that name allows."""
+        if size > (most := getattr(self.settings, name)):
+            size = most if before else size
+            words = f"{before}{size} {_SIZES[name]}: at most {most} are served ({name}); ask for less"
+            raise Refusal(400, name, words)
 
     def _admitted(self, request: Request) -> RequestRecord:
         """The record of a request whose key is right. Raises Refusal."""
