@@ -22,6 +22,7 @@ from specdec.errors import InvalidInputError, QueueFullError
 from specdec.extensions.server.clients import Clients
 from specdec.extensions.server.record import Refusal, RequestRecord
 from specdec.extensions.server.server_settings import ServerSettings
+from specdec.requests.grammar import Grammar
 from tests.specdec.extensions.server.running import CHAT, Running, ask
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -91,7 +92,19 @@ def test_a_large_grammar_is_refused(running: Running) -> None:
     schema = {"type": "object", "properties": {f"a{i}": {"type": "integer"} for i in range(9)}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     status, found, _ = post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=form)
+    assert status == 400 and "more than 50 bytes of a grammar" in found["error"]["message"]
+    short = {"type": "regex", "regex": "a" * 51}
+    status, found, _ = post(running, "first", "/v1/chat/completions", messages=[], response_format=short)
     assert status == 400 and "at most 50 are served (max_grammar_bytes)" in found["error"]["message"]
+
+
+def test_a_large_schema_is_refused_before_it_is_written_out(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing one of 560 KB holds up all threads for 11 ms; a body without one may be as large."""
+    monkeypatch.setattr(Grammar, "of_response_format", None)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": list(range(50))}}}
+    status, found, _ = post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=form)
+    assert status == 400 and "at most 50 are served (max_grammar_bytes)" in found["error"]["message"]
+    assert post(running, "first", "/v1/chat/completions", messages=CHAT, user="a" * 60)[0] == 200
 
 
 def test_pages_of_the_interface_are_not_there(running: Running) -> None:
