@@ -264,6 +264,18 @@ COLUMNS: dict[str, dict[str, str]] = {
         "speed-up": "{speedup:.2f}",
         "tokens a round": "{tokens_per_round:.2f}",
     },
+    "identity": {
+        "dtype": "{dtype}",
+        "linears": "{linears}",
+        "draft": "{draft}",
+        "rows": "{batch}",
+        "against": "{against}",
+        "prompts": "{prompts}",
+        "identical": "{identical}",
+        "equal tokens": "{tokens_equal:,}",
+        "widest gap, float32": "{widest[float32]}",
+        "bfloat16": "{widest[bfloat16]}",
+    },
 }
 """By `benchmark` of a line: the table's columns, each with the form of its cells. What a line lacks is left out."""
 
