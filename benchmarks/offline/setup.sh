@@ -1,9 +1,10 @@
 # Sourced first on the GPU machine, in the repository's root: unpacks CARRY (what pack.sh made) once, sets the environment,
-# and has what the visits below share. OUT: the folder for results. Every wait has an end: what hangs is said, and its
+# and has what the visits below share. OUT: the folder for results. WORK: /tmp. Every wait has an end: what hangs is said, and its
 # stacks are printed.
 set -u
 : "${CARRY:?the folder that pack.sh made}" "${OUT:?a folder for results}"
-began=$SECONDS held=/tmp/held logs=/tmp/logs site=/tmp/site
+began=$SECONDS work=${WORK:-/tmp}
+held=$work/held logs=$work/logs site=$work/site
 mkdir -p "$held" "$logs" "$OUT"
 say() { echo "[$((SECONDS - began))] $*"; }
 if [ ! -d "$site" ]; then

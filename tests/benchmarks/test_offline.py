@@ -25,10 +25,8 @@ def test_benchmarks_take_turns_and_what_hangs_is_said(tmp_path: Path) -> None:
     """Without anything to unpack: setup.sh finds the site folder."""
     (tmp_path / "site").mkdir()
     (tmp_path / "commit").write_text("another\n")
-    setup = (OFFLINE / "setup.sh").read_text().replace("/tmp/", f"{tmp_path}/")
-    (tmp_path / "setup.sh").write_text(setup)
     script = f"""
-. {tmp_path}/setup.sh
+. {OFFLINE}/setup.sh
 SPECDEC_COMMIT=abc1234 held right {TINY} --out $OUT/round.jsonl
 held wrong {TINY} --out $OUT/nowhere/round.jsonl
 ready right wrong
@@ -39,6 +37,7 @@ go 1 stuck
 """
     variables = {
         "CARRY": str(tmp_path),
+        "WORK": str(tmp_path),
         "OUT": str(tmp_path / "out"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
