@@ -2,7 +2,8 @@
 
 Different batch shapes round differently, so two candidates that tie within rounding error may swap. Only that is
 allowed: the tokens of both configurations within `tolerance` of the best logit in the replay. Anything else is a
-defect.
+defect. Sampled answers of a model with `sampling="keyed"` must be equal likewise: to each logit the noise of its token
+and position is added.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from inspect import signature
 from itertools import groupby, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,10 +25,12 @@ from attention.backends.limits import dtype_name
 from evals.acceptance.summary import ByArm, Json
 from evals.data.datasets import DataSet, Question
 from evals.runs.answers import Answer
-from evals.runs.conversations import Asking, Configuration, Worker, prompt_of
+from evals.runs.conversations import Asking, Configuration, Worker, prompt_of, question_seed
 from evals.runs.executor import Executor
 from evals.runs.verdict import Verdict, together
 from specdec.errors import OutOfDeviceMemoryError
+from specdec.requests.noise import gumbel
+from specdec.rounds.randomness import Role, position_bits, request_key
 
 _HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _AT_ONCE = 32
@@ -126,7 +130,8 @@ _HALF_ULPS = 8.0
 VERDICT = (
     "A divergence is allowed only where the replay puts the tokens of both configurations within the tolerance of the "
     f"best logit ({FLOAT32_TOLERANCE:g} in a float64 replay of a float32 model; for half precision {_HALF_ULPS:g} "
-    "units in the last place of the best logit, replayed in float32). NOT TESTED: no draft was verified."
+    "units in the last place of the best logit, replayed in float32). NOT TESTED: no draft was verified. Keyed: sampled"
+    " at temperature 2, with the noise of each position added to the logits."
 )
 
 
@@ -190,11 +195,16 @@ def _verdict(
     prompt = prompt_of(model.tokenizer, question, asking, before)
     common = alone.token_ids[place.turn][: place.position]
     logits = replay.logits([*prompt, *common]).double()
-    top = logits.topk(2).values
-    tolerance = _tolerance(model.hf_model.dtype, float(top[0]))
+    tolerance = _tolerance(model.hf_model.dtype, float(logits.max()))
+    if asking.params.temperature:
+        key = request_key(question_seed(asking.seed, question.id, place.turn), 0)
+        scores = logits / asking.params.temperature + _noise(key, len(prompt) + len(common), len(logits))
+    else:
+        scores = logits
+    top = scores.topk(2).values
     behind = float("inf")  # one configuration went on where the other had ended
     if place.alone is not None and place.speculative is not None:
-        behind = float(top[0] - logits[[place.alone, place.speculative]].min())
+        behind = float(top[0] - scores[[place.alone, place.speculative]].min())
     return Divergence(
         **vars(place),
         question_id=question.id,
@@ -204,6 +214,12 @@ def _verdict(
         tolerance=tolerance,
         allowed=behind < tolerance,
     )
+
+
+def _noise(key: int, position: int, size: int) -> Tensor:
+    """[size] of a request's token at a position, see `specdec.requests.noise`."""
+    bits = position_bits(np.array([key], np.uint64), np.array([position]), Role.TOKEN)
+    return gumbel(torch.from_numpy(bits.view(np.int64)), torch.arange(size)).double()
 
 
 def _tolerance(dtype: Any, best: float) -> float:

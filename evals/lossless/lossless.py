@@ -1,4 +1,7 @@
-"""The lossless evaluation: greedy identity and the distribution test, one document, one verdict."""
+"""The lossless evaluation: greedy identity and the distribution test, one document, one verdict.
+
+With `sampling="keyed"` sampled answers must be identical, too, which is more than their distribution.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import WINDOW, DistributionTest, Tested, trials
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import compare_greedy
-from evals.runs.answers import failures
+from evals.runs.answers import Answer, failures
 from evals.runs.conversations import Work, Worker
 from evals.runs.executor import Executor, Plan, Report, collect
 from evals.runs.store import RunStore
@@ -27,6 +30,8 @@ FEWEST = 100
 """Samples of each place."""
 _PILOT_ROWS = 8
 _PILOT_TOKENS = 8
+_KEYED_TEMPERATURE = 2.0
+"""At which noise decides many tokens, of whatever text."""
 _REPLAY = 3.0
 """Seconds of a replayed text over those of a prompt: of float64 over float32 on a CPU, measured."""
 
@@ -52,13 +57,14 @@ class Cost:
         greedy_s = a_question * (prompt_s + plan.asking.params.max_new_tokens * token_s)
         if mode == "greedy":
             return cls(greedy_s, 0.0)
+        keyed = worker.models[plan.arms[0].model].config.keyed
         k = max(arm.k for arm in plan.arms)
         replay_s = _REPLAY * prompt_s / arms
         search_s = (prompt_s + WINDOW * token_s) / arms + replay_s
         sample_s = (
             places * len(trials(1, k)) * ((k + 2) * token_s + replay_s / 2)
         )  # at most half of them have own nodes
-        return cls(search_s + (greedy_s if mode == "both" else 0.0), sample_s)
+        return cls(search_s + ((mode == "both") + keyed) * greedy_s, sample_s)
 
     def of(self, questions: int, samples: int) -> float:
         """Of the whole check."""
@@ -105,18 +111,29 @@ def check(
         },
     }
     if mode != "sampled":
-        document["greedy"] = _greedy(executor, plan, store, report)
+        document["greedy"] = identity(executor, plan, collect(executor, plan, store, report))
     if mode != "greedy":
+        if executor.facts()[plan.arms[0].model]["engine"]["sampling"] == "keyed":
+            asking = replace(plan.asking, params=replace(plan.asking.params, temperature=_KEYED_TEMPERATURE))
+            drawn = replace(plan, asking=asking)
+            document["keyed"] = identity(executor, drawn, answers_to(executor, drawn))
         test = DistributionTest(plan.data.questions, plan.arms, plan.asking, samples, places)
         document["sampled"] = _sampled(executor.on_one(test))
-    parts = [document[part] for part in ("greedy", "sampled") if part in document]
+    parts = [document[part] for part in ("greedy", "keyed", "sampled") if part in document]
     document["verdict"] = together(Verdict(part["verdict"]) for part in parts)
     document["passed"] = document["verdict"] is Verdict.PASS
     return document
 
 
-def _greedy(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
-    answers = collect(executor, plan, store, report)
+def answers_to(executor: Executor, plan: Plan) -> list[Answer]:
+    """The answers to all questions, by question. No store has them: it keeps one answer to a question."""
+    places = {question.id: place for place, question in enumerate(plan.data.questions)}
+    answers = [answer for found in executor.run(plan.works) for answer in found]
+    return sorted(answers, key=lambda answer: places[answer.question_id])
+
+
+def identity(executor: Executor, plan: Plan, answers: list[Answer]) -> Json:
+    """Whether answers of all configurations are equal; `compare_greedy` judges those that are not."""
     arms = plan.arms
     failed = failures(answers)
     found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
@@ -140,8 +157,9 @@ def _sampled(tested: Tested) -> Json:
 
 def print_check(console: Console, document: Json) -> None:
     """Print the document and the verdict."""
-    if "greedy" in document:
-        _print_greedy(console, document["greedy"])
+    for part in ("greedy", "keyed"):
+        if part in document:
+            _print_identity(console, part, document[part])
     if "sampled" in document:
         _print_sampled(console, document["sampled"])
     verdict = Verdict(document["verdict"])
@@ -181,18 +199,18 @@ _MEANING = {
 _STYLE = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.NOT_TESTED: "bold yellow"}
 
 
-def _print_greedy(console: Console, greedy: Json) -> None:
-    for arm in greedy["arms"]:
+def _print_identity(console: Console, part: str, found: Json) -> None:
+    for arm in found["arms"]:
         console.print(
-            f"greedy, {arm['name']}: {arm['verdict']}, {arm['identical']:,} of {arm['questions']:,} identical, "
+            f"{part}, {arm['name']}: {arm['verdict']}, {arm['identical']:,} of {arm['questions']:,} identical, "
             f"{arm['near_ties']} near ties, {arm['defects']} defects; {arm['tokens']:,} tokens compared, "
             f"{arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted",
         )
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
-    for failure in greedy["failures"]:
+    for failure in found["failures"]:
         console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
-    console.print(greedy["definition"], style="dim")
+    console.print(found["definition"], style="dim")
 
 
 def _divergence_table(divergences: list[Json]) -> Table:

@@ -54,6 +54,7 @@ class ScriptedModel:
     defect: bool = False
     overshoot: bool = False
     undrafted: float = 0.0
+    keyed: bool = False
     poison: str | None = None
     max_k: int = 8
     calls: list[int] = field(default_factory=list)
@@ -63,6 +64,7 @@ class ScriptedModel:
     def __post_init__(self) -> None:
         self.hf_model = torch.nn.Linear(2, 2, bias=False)
         torch.nn.init.ones_(self.hf_model.weight)
+        self.config = SimpleNamespace(keyed=self.keyed)
 
     def describe(self) -> dict[str, Any]:
         graphs = {"state": "off: no GPU"}

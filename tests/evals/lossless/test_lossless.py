@@ -40,6 +40,8 @@ def test_the_cost_is_that_of_rounds_without_an_accepted_draft(plant: SimpleNames
     search = (0.5 + WINDOW * 1.0 + 3 * 0.5) / 4
     sample = 2 * 4 * ((3 + 2) * token_s + 3 * 0.5 / 4 / 2)
     assert measured(plant, plan, "sampled", seconds=0.0) == Cost(pytest.approx(search), pytest.approx(sample))
+    keyed = measured(plant, plan, "sampled", seconds=0.0, keyed=True)
+    assert keyed == Cost(pytest.approx(greedy + search), pytest.approx(sample))
     both = measured(plant, plan, "both", seconds=0.0)
     assert both == Cost(pytest.approx(greedy + search), pytest.approx(sample))
     assert both.of(20, 300) == pytest.approx(20 * both.question_s + 300 * both.sample_s)
