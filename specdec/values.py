@@ -74,12 +74,13 @@ def least_bytes(value: Any, most: int) -> int:
         if isinstance(own, str):
             found += len(own) + 2
         elif isinstance(own, dict):
-            found += sum(map(len, own)) + 4 * len(own)
+            found += sum(map(len, own)) + 4 * len(own) + 1
             inside += own.values()
         elif isinstance(own, list):
-            found += len(own)
+            found += len(own) + 1
             inside += own
-        found += 1
+        else:
+            found += 1
     return found
 
 

@@ -153,6 +153,14 @@ def request_of(
     return chat_of(body.get("messages"), template) if chat else _prompt_of(body.get("prompt")), params
 
 
+def schema_of(body: Fields) -> Any:
+    """The schema, an object, that the answer to a body is asked to follow; None where there is none."""
+    form = body.get("response_format")
+    named = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    schema = named.get("schema", named) if isinstance(named, dict) else None
+    return schema if isinstance(schema, dict) else None
+
+
 def with_tools(params: SamplingParams, use: ToolUse) -> SamplingParams:
     """The parameters with the grammar of tool calls. Raises InvalidInputError: they have another."""
     if use.grammar is None:

@@ -128,19 +128,18 @@ class Service:
         settings = self.settings
         body = openai.body_of(data, settings.name)
         if len(data) > (most := settings.max_grammar_bytes):  # before it is written out, which holds up all threads
-            self._check_size("max_grammar_bytes", least_bytes(body.get("response_format"), most), "more than ")
+            self._check_size("max_grammar_bytes", least_bytes(openai.schema_of(body), most), whole=False)
         use = openai.tools_of(body, chat, self.model.tokenizer, settings.family)
         prompts, params = openai.request_of(body, chat, settings.allow_lark, use)
         self._check_size("max_n", params.n)
         self._check_size("max_grammar_bytes", len(getattr(params.grammar, "source", "")))
         return ReadBody(prompts, params, use, *openai.streamed(body), 1 if chat else len(split_prompts(prompts)))
 
-    def _check_size(self, name: str, size: int, before: str = "") -> None:
-        """Raises Refusal: more than the setting of that name allows."""
+    def _check_size(self, name: str, size: int, whole: bool = True) -> None:
+        """Raises Refusal: more than the setting of that name allows. whole: size is not that of a part."""
         if size > (most := getattr(self.settings, name)):
-            size = most if before else size
-            words = f"{before}{size} {_SIZES[name]}: at most {most} are served ({name}); ask for less"
-            raise Refusal(400, name, words)
+            found = size if whole else f"more than {most}"
+            raise Refusal(400, name, f"{found} {_SIZES[name]}: at most {most} are served ({name}); ask for less")
 
     def _admitted(self, request: Request) -> RequestRecord:
         """The record of a request whose key is right. Raises Refusal."""

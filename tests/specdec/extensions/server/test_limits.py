@@ -94,7 +94,7 @@ def test_a_large_grammar_is_refused(running: Running) -> None:
     status, found, _ = post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=form)
     assert status == 400 and "more than 50 bytes of a grammar" in found["error"]["message"]
     short = {"type": "regex", "regex": "a" * 51}
-    status, found, _ = post(running, "first", "/v1/chat/completions", messages=[], response_format=short)
+    status, found, _ = post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=short)
     assert status == 400 and "at most 50 are served (max_grammar_bytes)" in found["error"]["message"]
 
 
@@ -105,6 +105,15 @@ def test_a_large_schema_is_refused_before_it_is_written_out(running: Running, mo
     status, found, _ = post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=form)
     assert status == 400 and "at most 50 are served (max_grammar_bytes)" in found["error"]["message"]
     assert post(running, "first", "/v1/chat/completions", messages=CHAT, user="a" * 60)[0] == 200
+
+
+def test_only_what_becomes_the_grammar_is_measured(running: Running) -> None:
+    """A long description beside a short schema, which is no part of it; a schema that is not asked for."""
+    named = {"name": "a", "description": "b" * 99, "schema": {"type": "integer"}}
+    form = {"type": "json_schema", "json_schema": named}
+    assert post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=form)[0] == 200
+    unread = {"type": "text", "json_schema": {"name": "a", "schema": {"enum": list(range(50))}}}
+    assert post(running, "first", "/v1/chat/completions", messages=CHAT, response_format=unread)[0] == 200
 
 
 def test_pages_of_the_interface_are_not_there(running: Running) -> None:
