@@ -95,8 +95,8 @@ def are_texts(values: Iterable[Any]) -> bool:
 
 
 def only(given: Mapping[str, R], names: Collection[str]) -> dict[str, R]:
-    """The fields of these names that there are."""
-    return {name: given[name] for name in names if name in given}
+    """The fields of these names that there are, in their own order."""
+    return {name: given[name] for name in given if name in names}
 
 
 def without(given: Mapping[str, R], names: Collection[str]) -> dict[str, R]:

@@ -23,7 +23,6 @@ from evals.runs.answers import Answer
 from evals.runs.conversations import Configuration
 from evals.runs.store import RunStore, model_facts, versions
 from specdec.interrupts import interrupts_as_they_are
-from specdec.values import only
 
 SCHEMA_VERSION = 1
 OWN_TASKS = ("specdec_arithmetic", "specdec_humaneval")
@@ -150,7 +149,9 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed), void) for arm in plan.arms],
         "timing": {"prefix_cache": cached, "void": void},
-        "lm_eval": {arm.name: only(found, _KEPT) for arm, found in zip(plan.arms, results, strict=True)},
+        "lm_eval": {
+            arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
+        },
     }
 
 

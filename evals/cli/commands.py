@@ -19,7 +19,6 @@ from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import COUNT, examples, option
-from specdec.values import only
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +115,9 @@ def compare(a: str, b: str, **options: Any) -> None:
     from evals.acceptance.acceptance import Plan
     from evals.runs.conversations import Configuration
 
-    defaults = only(options, ("draft", "backend", "dtype")) | {"k": options["default_k"] or shared.OWN_K}
+    defaults = {name: options[name] for name in ("draft", "backend", "dtype")} | {
+        "k": options["default_k"] or shared.OWN_K
+    }
     left, right = (shared.parse_arm(text, defaults) for text in (a, b))
     ks = (left["k"], right["k"])
     if not any(ks):

@@ -21,7 +21,7 @@ from specdec.cli.options import (
     option,
     sampling_of,
 )
-from specdec.values import Options, only, without
+from specdec.values import Options, without
 
 if TYPE_CHECKING:
     from specdec.extensions.batches.run_batch import Records
@@ -77,7 +77,7 @@ def _asking(options: Options) -> TaskDefaults:
 def _settings(options: Options, load: LoadOptions, asking: TaskDefaults) -> Options:
     """What answers depend on."""
     loaded = without(load.as_arguments(), _SIZES)
-    named = only(options, ("model", "draft", *SAMPLING))
+    named = {name: options[name] for name in ("model", "draft", *SAMPLING)}
     return {**named, "seed": asking.seed, "load": {name: _plain(value) for name, value in loaded.items()}}
 
 

@@ -89,7 +89,7 @@ def train() -> None:
 @added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
-    shape = only(options, ("draft_vocab_size", "intermediate_size"))
+    shape = {name: options[name] for name in ("draft_vocab_size", "intermediate_size")}
     _run(options, "eagle3", {**shape, "aux_layers": _aux_layers(options["aux_layers"], options["taps"])})
 
 
@@ -133,7 +133,7 @@ def _run(options: Options, family: str, chosen: Options) -> None:
     asked = [read_questions(path) for path in options["data"]]
     output, console = options["output"], Console()
     check_writable(output)
-    load = load_options_of(only(options, offered("train")), cuda_graphs=False)
+    load = load_options_of({name: options[name] for name in offered("train")}, cuda_graphs=False)
     model = SpeculativeModel.from_pretrained(options["model"], **load.as_arguments())
     questions = [prepare_questions(model, each, limits) for each in asked]
     try:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import doctest
+import json
 from decimal import Decimal
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
+import specdec.values
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, choice, flag, real, share, short, whole
+from specdec.values import MOST_COUNT, choice, flag, least_bytes, only, real, share, short, whole
 
 
 @pytest.mark.parametrize("given", [5, np.int8(5), np.array(5), torch.tensor(5)])
@@ -76,3 +81,36 @@ def test_a_representation_is_one_short_line() -> None:
 
     for value in ("a\n" * 10**5, [10**5000] * 100, Loud(), Broken(), torch.zeros(500, 500), {"a": [Loud()]}):
         assert len(short(value)) < 600 and "\n" not in short(value)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 99)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=3), inside, max_size=4),
+    max_leaves=12,
+)
+
+
+@hypothesis.given(JSON, st.integers(0, 60))
+def test_json_has_at_least_the_bytes_counted(value: Any, most: int) -> None:
+    written = len(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode())
+    assert least_bytes(value, 10**6) <= written
+    assert (least_bytes(value, most) > most) <= (written > most)
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    outcome = doctest.testmod(specdec.values)
+    assert outcome.failed == 0 and outcome.attempted == 2
+
+
+def test_fields_keep_their_order_and_others_are_not_read() -> None:
+    class Lazy(dict[str, int]):
+        def __getitem__(self, name: str) -> int:
+            assert name != "c"
+            return super().__getitem__(name)
+
+    found = only(Lazy(b=1, c=2, a=3), {"a", "b", "d"})
+    assert list(found.items()) == [("b", 1), ("a", 3)]
