@@ -315,16 +315,18 @@ def _ids_of(prompt: Any) -> list[int] | None:
     """A sequence of whole numbers as a list of ints; None of anything else."""
     if type(prompt) is list and set(map(type, prompt)) == {int}:  # as most are: seen in a tenth of the time
         return list(prompt)
-    text = (str, bytes, bytearray, memoryview)
-    if not isinstance(prompt, Sequence) or isinstance(prompt, text) or not all(map(is_whole, prompt)):
+    if not _is_listed(prompt) or not all(map(is_whole, prompt)):
         return None
     return [operator.index(token) for token in prompt]
 
 
 def _begins_with_an_id(prompt: Any) -> bool:
     """Whether it is a list of ids, or of no prompt."""
-    text = (str, bytes, bytearray, memoryview)
-    return isinstance(prompt, Sequence) and not isinstance(prompt, text) and len(prompt) > 0 and is_whole(prompt[0])
+    return _is_listed(prompt) and len(prompt) > 0 and is_whole(prompt[0])
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 def _is_chat(prompt: Any) -> bool:
