@@ -30,7 +30,7 @@ from evals.runs.executor import Executor
 from evals.runs.verdict import Verdict, together
 from specdec.errors import OutOfDeviceMemoryError
 from specdec.requests.noise import gumbel
-from specdec.rounds.randomness import Role, position_bits, request_key
+from specdec.rounds.randomness import noise_seeds, request_key
 
 _HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _AT_ONCE = 32
@@ -126,12 +126,14 @@ def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 
 
 FLOAT32_TOLERANCE = 1e-4
+KEYED_TEMPERATURE = 2.0
+"""At which noise decides many tokens, of whatever text."""
 _HALF_ULPS = 8.0
 VERDICT = (
     "A divergence is allowed only where the replay puts the tokens of both configurations within the tolerance of the "
     f"best logit ({FLOAT32_TOLERANCE:g} in a float64 replay of a float32 model; for half precision {_HALF_ULPS:g} "
     "units in the last place of the best logit, replayed in float32). NOT TESTED: no draft was verified. Keyed: sampled"
-    " at temperature 2, with the noise of each position added to the logits."
+    f" at temperature {KEYED_TEMPERATURE:g}, with the noise of each position added to the logits."
 )
 
 
@@ -218,8 +220,8 @@ def _verdict(
 
 def _noise(key: int, position: int, size: int) -> Tensor:
     """[size] of a request's token at a position, see `specdec.requests.noise`."""
-    bits = position_bits(np.array([key], np.uint64), np.array([position]), Role.TOKEN)
-    return gumbel(torch.from_numpy(bits.view(np.int64)), torch.arange(size)).double()
+    seeds = noise_seeds(np.array([key], np.uint64), np.array([position]))
+    return gumbel(torch.from_numpy(seeds), torch.arange(size)).double()
 
 
 def _tolerance(dtype: Any, best: float) -> float:

@@ -16,7 +16,7 @@ from evals.acceptance.summary import Json, by_arm
 from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import WINDOW, DistributionTest, Tested, trials
 from evals.lossless.evidence import Sampling
-from evals.lossless.greedy import compare_greedy
+from evals.lossless.greedy import KEYED_TEMPERATURE, VERDICT, compare_greedy
 from evals.runs.answers import Answer, failures
 from evals.runs.conversations import Work, Worker
 from evals.runs.executor import Executor, Plan, Report, collect
@@ -30,8 +30,6 @@ FEWEST = 100
 """Samples of each place."""
 _PILOT_ROWS = 8
 _PILOT_TOKENS = 8
-_KEYED_TEMPERATURE = 2.0
-"""At which noise decides many tokens, of whatever text."""
 _REPLAY = 3.0
 """Seconds of a replayed text over those of a prompt: of float64 over float32 on a CPU, measured."""
 
@@ -101,11 +99,12 @@ def check(
 
     plan: of the greedy part. mode: "greedy", "sampled" or "both". samples, places: of the distribution test.
     """
+    facts = executor.facts()  # it reads all weights
     document: Json = {
         "schema": "specdec.lossless",
         "schema_version": SCHEMA_VERSION,
         "provenance": {
-            "settings": settings(plan, executor.facts()),
+            "settings": settings(plan, facts),
             "settings_sha256": store.key,
             "seed": plan.asking.seed,
         },
@@ -113,8 +112,8 @@ def check(
     if mode != "sampled":
         document["greedy"] = identity(executor, plan, collect(executor, plan, store, report))
     if mode != "greedy":
-        if executor.facts()[plan.arms[0].model]["engine"]["sampling"] == "keyed":
-            asking = replace(plan.asking, params=replace(plan.asking.params, temperature=_KEYED_TEMPERATURE))
+        if facts[plan.arms[0].model]["engine"]["sampling"] == "keyed":
+            asking = replace(plan.asking, params=replace(plan.asking.params, temperature=KEYED_TEMPERATURE))
             drawn = replace(plan, asking=asking)
             document["keyed"] = identity(executor, drawn, answers_to(executor, drawn))
         test = DistributionTest(plan.data.questions, plan.arms, plan.asking, samples, places)
@@ -157,9 +156,11 @@ def _sampled(tested: Tested) -> Json:
 
 def print_check(console: Console, document: Json) -> None:
     """Print the document and the verdict."""
-    for part in ("greedy", "keyed"):
-        if part in document:
-            _print_identity(console, part, document[part])
+    compared = [part for part in ("greedy", "keyed") if part in document]
+    for part in compared:
+        _print_identity(console, part, document[part])
+    if compared:
+        console.print(VERDICT, style="dim")
     if "sampled" in document:
         _print_sampled(console, document["sampled"])
     verdict = Verdict(document["verdict"])
@@ -210,7 +211,6 @@ def _print_identity(console: Console, part: str, found: Json) -> None:
             console.print(_divergence_table(arm["divergences"]))
     for failure in found["failures"]:
         console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
-    console.print(found["definition"], style="dim")
 
 
 def _divergence_table(divergences: list[Json]) -> Table:

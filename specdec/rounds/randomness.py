@@ -52,6 +52,11 @@ def position_bits(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.nda
         return _mix(keys ^ _mix(counter * _GOLDEN + _GOLDEN))
 
 
+def noise_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Seeds [...] int64 of the noise of requests' tokens, see `specdec.requests.noise`; arguments as of `uniforms`."""
+    return position_bits(keys, positions, Role.TOKEN).view(np.int64)
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -106,7 +111,7 @@ class SamplingRound:
 
     def seeds(self, places: int) -> np.ndarray:
         """[B, places] int64: the noise of the token at each position from `first` on, and of a draft of it."""
-        return position_bits(self.keys[:, None], self.first[:, None] + np.arange(places), Role.TOKEN).view(np.int64)
+        return noise_seeds(self.keys[:, None], self.first[:, None] + np.arange(places))
 
     def _uniforms(self, offsets: np.ndarray, role: Role) -> np.ndarray:
         return uniforms(self.keys[:, None], self.first[:, None] + offsets, role)
