@@ -87,7 +87,7 @@ results() {
 }
 while [ $# -gt 0 ]; do
   case $1 in
-  answers | train | measure) "$1" "$2" && shift 2 || exit ;;
+  own | answers | train | measure) "$1" "$2" && shift 2 || exit ;;
   *) "$1" && shift || exit ;;
   esac
 done
