@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence, Sized
 from functools import partial
 
 import torch
@@ -65,7 +65,7 @@ class Engine:
 
     Attributes:
         target, config: the target model; sizes and limits.
-        meanwhile: deferred checks, run while the device computes the next round. Must be idempotent.
+        coming: calls about to be queued. meanwhile: deferred, idempotent checks, run while the device computes a round.
         reported: updates of the last round. A single assignment sets it: from then on the round counts.
         executor: runs rounds on the device; `use` replaces it.
         inflight: the launched round that is not committed yet; the last one, until the next step, where that launches.
@@ -89,6 +89,7 @@ class Engine:
         self.config = config
         self.reported: list[Update] = []
         self._kept: list[Update] = []
+        self.coming: Sized = ()
         self.meanwhile = deque[Callable[[], None]]()
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
         self.target = target
@@ -137,9 +138,8 @@ class Engine:
         self._connect()
 
     def _connect(self) -> None:
-        c, scheduler, table = self.config, self.scheduler, self.table
-        queue, group = self._queue_verification, self.target.group
-        self._launcher = Launcher(self.executor, scheduler, table, c, self.counters, queue, group)
+        own = (self.executor, self.scheduler, self.table, self.config, self.counters)
+        self._launcher = Launcher(*own, self._queue_verification, self.target.group)
 
     def host(self, guests: Guests) -> None:
         """Install the feature that moves requests between engines. Call between two rounds."""
@@ -175,7 +175,7 @@ class Engine:
         """
         if self.has_work:
             raise InvalidInputError(
-                f"{len(self._requests)} requests are in the engine; finish or abort them before its executor changes"
+                f"{len(self._requests)} requests are in the engine; abort them, or let them end first"
             )
         if queue_verification is not None:
             self._queue_verification = queue_verification
@@ -200,8 +200,7 @@ class Engine:
             InvalidInputError, CacheTooSmallError: see `Admission.check`.
         """
         limit = self.admission.check(token_ids, params)
-        request = self.admission.request(self.take_id(), token_ids, params, limit, sample_index, eos_token_ids)
-        return self.queue(request)
+        return self.queue(self.admission.request(self.take_id(), token_ids, params, limit, sample_index, eos_token_ids))
 
     def take_id(self) -> int:
         """An id for a new request."""
@@ -272,7 +271,7 @@ class Engine:
         """Run one round: read and commit the round in flight, and launch the next, perhaps earlier.
 
         A round that fails is run once more. If it fails again, its requests are reported with a RoundFailedError;
-        waiting requests keep waiting.
+        waiting requests keep waiting. With calls in `coming` it may end before the verification, which they then join.
 
         Raises:
             Exception: raised by a signal handler, or by a round that succeeded when run once more: so it came from
@@ -325,13 +324,15 @@ class Engine:
         following, self._following = self._following, None
         if following is not None:
             self.inflight = following()
-        launched = self.inflight or self._launcher.launch()  # nothing in flight: fill the pipeline
+        pauses = following is not None and bool(self.coming) and self._launcher.may_be_joined(self.inflight)
+        launched = None if pauses else self.inflight or self._launcher.launch()  # nothing in flight: fill the pipeline
         if launched is None:
             if self.guests is not None:
                 self.guests.idle()
             self._report([])
             return
         if not isinstance(launched, VerifyingRound):
+            launched = self._launcher.joined(launched) if self.scheduler.waiting else launched
             verification = self.executor.verify(launched.device, launched.draft)
             launched = VerifyingRound(**vars(launched), verification=verification)
         current = self.inflight = launched
@@ -382,8 +383,7 @@ class Engine:
         updates = [taken(request, share, now) for request, share in shares]
         if self.guests is not None:
             updates = [self.guests.reported(r, update) for (r, _), update in zip(shares, updates, strict=True)]
-        refused = self.scheduler.refused
-        if refused:
+        if refused := self.scheduler.refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
             refused.clear()
         if self.deadlines.moments or self.deadlines.cancelled:

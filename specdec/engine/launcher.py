@@ -107,6 +107,30 @@ class Launcher:
             draft = self._scheduler.guests.join(device, draft)
         return self.launched(schedule, target, device, draft)
 
+    def may_be_joined(self, launched: LaunchedRound | None) -> bool:
+        """Whether requests that came during its draft loop may be in its verification: where it has one, on a CPU.
+
+        No round is sent twice whose rows have arrays of extras, which are made once, or drafts in another order.
+        """
+        if launched is None or launched.draft is None or self._queue_verification:
+            return False
+        target = launched.target
+        if any(target.extras) or target.sources is not None:
+            return False
+        return self._scheduler.guests is None and self.group.size == 1
+
+    def joined(self, launched: LaunchedRound) -> LaunchedRound:
+        """The round with requests that have come since it was launched, sent again; itself where none can join."""
+        if not self.may_be_joined(launched):
+            return launched
+        schedule = self._scheduler.joined(launched.schedule)
+        if len(schedule.rows) == len(launched.schedule.rows):
+            return launched
+        target = target_arrays(schedule, self._table, self.tables(schedule, self._num_drafts))
+        device = self.send(target, schedule.rows, partial(self.executor.send, None))
+        self._table.mark_batch(schedule.rows)
+        return LaunchedRound(schedule, target, device, launched.draft)
+
     def is_first_tokens_alone(self, current: VerifyingRound) -> bool:
         """Whether a round, just read, only decided the first tokens of its rows, and no other request needs the device.
 

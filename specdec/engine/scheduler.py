@@ -154,6 +154,14 @@ class Scheduler:
             return None
         return schedule if schedule.num_drafts.all() else self._decided_first(schedule)
 
+    def joined(self, schedule: Schedule) -> Schedule:
+        """A scheduled batch with waiting requests, if there is room. None joins after a preemption, or once one of its
+        rows has been closed: pages and number of that row would be another's in the same round."""
+        closed = {*schedule.rows.tolist()} - {request.row for request in self.running}
+        if closed or self.waiting.first.times.admitted:
+            return schedule
+        return self._decided_first(self._with_admitted(schedule))
+
     def _decided_first(self, schedule: Schedule) -> Schedule:
         """Rows with drafts, then others whose token the round decides, then those that go on reading."""
         reads = self._table.computed[schedule.rows] + schedule.num_new < self._table.length[schedule.rows]

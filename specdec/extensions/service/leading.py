@@ -193,6 +193,7 @@ def leader_of(model: Any) -> Leader:
         found = vars(model).setdefault("_leader", Leader(model._shared))  # another thread may have been faster
     if found.process != os.getpid():  # a fork, in which the parent's threads do not run
         found = vars(model)["_leader"] = Leader(model._shared)
+    model.engine.coming = found.new
     return found
 
 

@@ -254,6 +254,6 @@ def test_the_executor_is_not_replaced_under_requests(monkeypatch: pytest.MonkeyP
     engine = engine_of(Verification, monkeypatch)
     engine.submit([1], SamplingParams(max_new_tokens=2))
     before = engine.executor
-    with pytest.raises(InvalidInputError, match="1 requests are in the engine; finish or abort them"):
+    with pytest.raises(InvalidInputError, match="1 requests are in the engine; abort them"):
         engine.use(NotingExecutor(Verification))
     assert engine.executor is before

@@ -1,0 +1,156 @@
+"""Requests that come during a draft loop on a CPU: they join the verification after it, and change nothing in it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import (
+    engine_of,
+    examples,
+    free_everywhere,
+    hf_greedy,
+    launch_ahead,
+    random_prompts,
+    table_head,
+    tiny_llama,
+    wrap,
+    wrong_rounds,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.requests.sampling import SamplingParams
+
+NEW = 14
+PROMPTS = random_prompts((5, 33, 1, 17, 40, 9, 12, 3))
+
+
+def half(engine: Any) -> Any:
+    """A step while a call is about to be queued."""
+    engine.coming = ["a call"]
+    updates = engine.step()
+    engine.coming = []
+    return updates
+
+
+def made(num_drafts: int = 3, rows: int = 3, **options: Any) -> Any:
+    model = tiny_llama()
+    return wrap(
+        model,
+        table_head(model, disturbance=0.2, aux_layers=(1, 2, 3)),
+        num_speculative_tokens=num_drafts,
+        max_num_seqs=rows,
+        page_size=4,
+        **options,
+    )
+
+
+def params(i: int, temperature: float) -> SamplingParams:
+    own = {"temperature": temperature * (i % 2), "seed": i}
+    return SamplingParams(max_new_tokens=NEW, ignore_eos=True, return_drafts=True, **own)
+
+
+@functools.cache
+def alone(i: int, temperature: float, num_drafts: int) -> list[int]:
+    if not temperature * (i % 2):
+        return hf_greedy(PROMPTS[i], NEW)
+    (completion,) = made(num_drafts).generate([PROMPTS[i]], params(i, temperature))
+    return list(completion.token_ids)
+
+
+def decoding(wrapped: Any, *places: int) -> Any:
+    """The engine with these prompts running, before the draft loop of a round in which all of them have drafts."""
+    engine = engine_of(wrapped)
+    for i in places:
+        engine.submit(PROMPTS[i], params(i, 0))
+    while (
+        engine.scheduler.waiting
+        or not (engine.table.drafts > 0).sum()
+        or engine.inflight.schedule.num_drafts.min() == 0
+    ):
+        engine.step()
+    return engine
+
+
+def test_a_request_is_in_the_verification_after_the_draft_loop_in_which_it_came() -> None:
+    engine = decoding(made(), 0, 3)
+    before = engine.stats
+    assert half(engine) == []
+    new = engine.submit(PROMPTS[5], params(5, 0))
+    updates = {update.request_id: list(update.token_ids) for update in engine.step()}
+    assert updates[new] == hf_greedy(PROMPTS[5], 1) and len(updates) == 3
+    engine.step()
+    after = engine.stats
+    assert (after.rounds - before.rounds, after.host_to_device - before.host_to_device) == (2, 3)
+
+
+def test_a_round_that_nobody_joins_is_sent_once() -> None:
+    engine = decoding(made(), 0, 3)
+    before = engine.stats
+    assert half(engine) == []
+    assert len(engine.step()) == 2
+    after = engine.stats
+    assert (after.rounds - before.rounds, after.host_to_device - before.host_to_device) == (1, 1)
+
+
+def test_where_the_verification_is_queued_nobody_is_waited_for() -> None:
+    wrapped = made()
+    launch_ahead(wrapped)
+    engine = decoding(wrapped, 0, 3)
+    assert half(engine)
+
+
+@pytest.mark.parametrize("ends", ["abort", "cancel"])
+def test_nobody_takes_the_row_of_a_round_that_is_launched(ends: str) -> None:
+    """The page and the number of the row would be of two requests in one verification."""
+    wrapped = made(rows=2)
+    engine = decoding(wrapped, 0, 3)
+    gone, left = engine.scheduler.running
+    if ends == "cancel":  # it is reported, and its row closed, at the end of the first half
+        engine.deadlines.cancel([gone.id])
+    assert [update.request_id for update in half(engine)] == [gone.id] * (ends == "cancel")
+    if ends == "abort":
+        engine.abort([gone.id])
+    new = engine.submit(PROMPTS[5], params(5, 0))
+    assert [update.request_id for update in engine.step()] == [left.id]
+    found: dict[int, list[int]] = {new: []}
+    while engine.has_work:
+        for update in engine.step():
+            found.setdefault(update.request_id, []).extend(update.token_ids)
+    assert (
+        found[new] == hf_greedy(PROMPTS[5], NEW)
+        and hf_greedy(PROMPTS[3], NEW)[-len(found[left.id]) :] == found[left.id]
+    )
+    assert free_everywhere(wrapped)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(6), deadline=None)
+@given(
+    num_drafts=st.sampled_from([1, 3, 5]),
+    temperature=st.sampled_from([0.0, 0.8]),
+    prefill=st.sampled_from([8, 64]),
+    caching=st.booleans(),
+    pages=st.sampled_from([None, 120]),
+    seed=st.integers(0, 2**16),
+)
+def test_answers_are_as_alone_whenever_requests_come(
+    num_drafts: int, temperature: float, prefill: int, caching: bool, pages: int | None, seed: int
+) -> None:
+    options = {"max_num_prefill_tokens": prefill, "enable_prefix_caching": caching, "kv_cache_tokens": pages}
+    wrapped, pick = made(num_drafts, **options), np.random.default_rng(seed)
+    engine = engine_of(wrapped)
+    places, found, left = dict[int, int](), dict[int, list[int]](), [*range(len(PROMPTS))]
+    while left or engine.has_work:
+        if left and pick.random() < 0.4:
+            i = left.pop(int(pick.integers(len(left))))
+            places[engine.submit(PROMPTS[i], params(i, temperature))] = i
+        for update in half(engine) if pick.integers(2) else engine.step():
+            found.setdefault(places[update.request_id], []).extend(update.token_ids)
+            if update.completion is not None and not temperature:
+                assert wrong_rounds(wrapped.head, update.completion) == []
+    assert found == {i: alone(i, temperature, num_drafts) for i in range(len(PROMPTS))}
+    assert free_everywhere(wrapped)
