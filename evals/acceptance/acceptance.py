@@ -1,8 +1,7 @@
 """The acceptance evaluation: every question under every K and under the target alone, with a predicted speed-up.
 
 A round of B rows with K drafts emits E(K) tokens a row on average and takes T(B, K) seconds; the target alone emits
-one a row in T(B, 0). So speed-up(B, K) = E(K) · T(B, 0) / T(B, K).
-Source: Leviathan et al. 2023, section 3.3, with measured times in place of a constant cost ratio.
+one a row in T(B, 0). So speed-up(B, K) = E(K) · T(B, 0) / T(B, K): `specdec.requests.stats.speedup`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from evals.runs.conversations import Configuration, Work
 from evals.runs.executor import Executor, Plan, Report, collect
 from evals.runs.store import RunStore, data_facts, model_facts, versions
 from specdec.interrupts import interrupts_as_they_are
+from specdec.requests.stats import speedup
 
 PREDICTION_DEFINITION = (
     "Predicted speed-up = E(K) x T(B, 0) / T(B, K), decode only. E(K) = 1 + sum over j <= K of the product of the "
@@ -89,7 +89,7 @@ def predict(
                 "k": k,
                 "tokens_per_round": tokens,
                 "round_s": seconds,
-                "speedup": tokens * measured[0] / seconds if seconds > 0 else float("nan"),
+                "speedup": speedup(tokens, measured[0], seconds),
                 "extrapolated": k > len(conditional) or k > max(measured),
             }
             table.append(cell)
