@@ -244,10 +244,13 @@ def every_self_test(right_targets_once: None) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def short_evaluations() -> Iterator[None]:
-    """Training measures its finished head with a few tokens: for tests that do not look at that measure."""
+    """Training measures its finished head with a few tokens, and times no rounds: for tests that look at neither."""
     from specdec.extensions.training import run as plan
 
-    with patch.object(plan, "_EVALUATED_TOKENS", 4):
+    def timed(model: object, head: object, num_drafts: int, prompt: object) -> plan.RoundSeconds:
+        return plan.RoundSeconds(0.010, 0.015, num_drafts)
+
+    with patch.object(plan, "_EVALUATED_TOKENS", 4), patch.object(plan, "time_rounds", timed):
         yield
 
 

@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Generic
@@ -24,6 +24,8 @@ from drafters.training.files import damage, whole_folder, write_file
 
 _STEPS_OF_WARMUP = 30
 """Steps for each of the warm-up."""
+RISE = 0.01
+"""Tokens by which the acceptance length must rise to count as a rise."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class TrainConfig:
         log_every: steps between two readings of the loss (each waits for the device).
         held_out_every: steps between two measurements of held-out acceptance.
         checkpoint_every, keep_checkpoints: steps between two checkpoints, and how many stay.
+        patience: the run ends after so many measurements without a rise (`stalled`), and its best head is the result;
+            None: all steps are made, and the last head is the result.
         bfloat16: autocast to bfloat16 on CUDA (never on CPU). compile: run the loss through torch.compile.
     """
 
@@ -59,6 +63,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     bfloat16: bool = True
     compile: bool = False
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for values that no run can use."""
@@ -66,7 +71,7 @@ class TrainConfig:
             object.__setattr__(self, "warmup_steps", int(self.steps / _STEPS_OF_WARMUP))
         for own in fields(self):
             value = getattr(self, own.name)
-            if isinstance(value, bool) or own.name in ("seed", "warmup_steps", "weight_decay"):
+            if value is None or isinstance(value, bool) or own.name in ("seed", "warmup_steps", "weight_decay"):
                 continue
             if not 0 < value < math.inf:
                 raise InvalidInputError(f"{own.name} must be positive and finite, not {value}")
@@ -106,6 +111,23 @@ class Measurement:
         return 1.0 + sum(self.acceptance)
 
 
+def stalled(config: TrainConfig, history: Sequence[Measurement]) -> bool:
+    """Whether none of the last `patience` measurements has an acceptance length more than RISE above all before them.
+
+    >>> taus = [Measurement(step, 0.0, (share,)) for step, share in enumerate((0.3, 0.5, 0.505, 0.4))]
+    >>> [stalled(TrainConfig(patience=2), taus[:count]) for count in (1, 2, 3, 4)]
+    [False, False, False, True]
+    """
+    if config.patience is None:
+        return False
+    return any(m.tau + RISE >= kept(config, history).tau for m in history[: -config.patience])
+
+
+def kept(config: TrainConfig, history: Sequence[Measurement]) -> Measurement:
+    """The measurement of the head that is the result so far: with `patience` the best one, else the last."""
+    return history[-1] if config.patience is None else max(history, key=lambda measured: measured.tau)
+
+
 @dataclass(frozen=True)
 class Learner(Generic[TrainedHead]):
     """Everything in a run that has state."""
@@ -132,14 +154,14 @@ def save_checkpoint(
     run: Run, step: int, learner: Learner[TrainedHead], history: list[Measurement], save: Save[TrainedHead]
 ) -> Path:
     """Write step-N into the run's folder, whole or not at all: the head in its layout, and trainer.pt. Deletes old
-    ones.
+    ones, but with `patience` not the best head's.
 
     Raises:
         TrainingDivergedError: a weight is not finite; nothing is written.
         RunFolderError: it cannot be written; earlier checkpoints stay.
     """
     _check_finite(learner.head, step)
-    final = run.folder / f"step-{step:07d}"
+    final = checkpoint_of(run, step)
     state = {
         "step": step,
         "data": run.data,
@@ -159,9 +181,16 @@ def save_checkpoint(
         found = checkpoints(run.folder)
         last = f"the last good checkpoint is {found[-1].name}" if found else "there is no checkpoint yet"
         raise RunFolderError(f"{error}; {last}, the same command goes on from there") from error
+    best = None if run.config.patience is None else checkpoint_of(run, kept(run.config, history).step)
     for old in checkpoints(run.folder)[: -run.config.keep_checkpoints]:
-        shutil.rmtree(old)
+        if old != best:
+            shutil.rmtree(old)
     return final
+
+
+def checkpoint_of(run: Run, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return run.folder / f"step-{step:07d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -196,8 +225,14 @@ def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[
     return state["step"], [Measurement(**measurement) for measurement in state["history"]]
 
 
+def restore_head(run: Run, step: int, head: torch.nn.Module, console: Console) -> None:
+    """Load the weights of a step's checkpoint into `head`. Raises RunFolderError: it is damaged or missing."""
+    _, state = _newest_good([checkpoint_of(run, step)], console)
+    head.load_state_dict(state["head"])
+
+
 def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
-    """Write the finished head's evaluation next to its last checkpoint. Raises RunFolderError: it cannot be written."""
+    """Write the finished head's evaluation into its checkpoint. Raises RunFolderError: it cannot be written."""
     write_file(checkpoint / _EVALUATION, (json.dumps(dict(evaluation)) + "\n").encode())
 
 

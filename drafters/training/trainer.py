@@ -27,11 +27,14 @@ from drafters.training.state import (
     Measurement,
     Run,
     TrainConfig,
-    checkpoints,
+    checkpoint_of,
     keep_evaluation,
+    kept,
     kept_evaluation,
     restore,
+    restore_head,
     save_checkpoint,
+    stalled,
 )
 
 LINE_S = 10.0
@@ -67,13 +70,17 @@ class TrainingDisplay(LinesOfProgress):
         """Show how many optimizer steps are `completed`, or the `loss`."""
         self.update(self._steps, **shown)
 
-    def measurement(self, measured: Measurement) -> None:
-        """Print one line: held-out acceptance per draft."""
+    def measurement(self, measured: Measurement, speedup: Speedup | None) -> None:
+        """Print one line: held-out acceptance per draft, and what speed-up is predicted of it."""
         per_draft = " ".join(f"{share:.3f}" for share in measured.acceptance)
-        line = f"step {measured.step}: loss {measured.loss:.3f}, held-out acceptance {per_draft} (τ {measured.tau:.2f})"
-        self.console.print(line, highlight=False)
+        pays = "" if speedup is None else f", predicted speed-up {speedup(measured.tau):.2f} ×"
+        acceptance = f"held-out acceptance {per_draft} (τ {measured.tau:.2f}{pays})"
+        line = f"step {measured.step}: loss {measured.loss:.3f}, {acceptance}"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
 
+Speedup = Callable[[float], float]
+"""Acceptance length -> predicted speed-up over the target alone."""
 Evaluate = Callable[[TrainedHead], Mapping[str, float]]
 """Evaluates a trained head, for example by drafting with a real engine: name -> number."""
 
@@ -96,7 +103,7 @@ class TrainResult:
 
     Attributes:
         folder: folder of the finished head's checkpoint.
-        history: every measurement, the last one of the finished head.
+        history: every measurement; that of the finished head, usually the last, has its evaluation.
     """
 
     folder: Path
@@ -113,6 +120,7 @@ def train(
     console: Console,
     *,
     save: Save[TrainedHead],
+    speedup: Speedup | None = None,
 ) -> TrainResult:
     """Train a head in place; continue from the newest checkpoint in `output`, if any.
 
@@ -123,6 +131,7 @@ def train(
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.
         console: where progress is shown.
         save: writes a head in the layout of its family.
+        speedup: shown with each measurement.
 
     Raises:
         InvalidInputError: a checkpoint in `output` belongs to another run.
@@ -139,22 +148,36 @@ def train(
     batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, score.device, done)
     with TrainingDisplay(console, config.steps, done) as display:
         for step in range(done + 1, config.steps + 1):
+            if stalled(config, history):
+                break
             loss = _optimize(config, learner, score(next(batches)).loss)
             display.show(completed=step)
             measure = _is_due(step, config.held_out_every, config.steps)
-            keep = _is_due(step, config.checkpoint_every, config.steps)
+            keep = _is_due(step, config.checkpoint_every, config.steps) or (measure and config.patience is not None)
             # Only then, as reading the loss waits for the GPU; and before a checkpoint, so that none is saved from NaN.
             if step % config.log_every == 0 or measure or keep:
                 display.show(loss=f"{_finite(loss, step):.3f}")
             if measure:
                 history.append(_measure(config, score, data.held_out, step, loss))
-                display.measurement(history[-1])
+                display.measurement(history[-1], speedup)
             if keep:
                 save_checkpoint(run, step, learner, history, save)
+    result = _finish(run, history, head, console)
     with whole_folder(output / "head", manifest=False) as folder:
         save(head.eval(), folder)
-    history[-1] = replace(history[-1], evaluation=_evaluated(evaluate, head, output, console))
+    evaluation = _evaluated(evaluate, head, checkpoint_of(run, result.step), console)
+    history[history.index(result)] = replace(result, evaluation=evaluation)
     return TrainResult(output / "head", tuple(history))
+
+
+def _finish(run: Run, history: list[Measurement], head: torch.nn.Module, console: Console) -> Measurement:
+    """Give the head the weights that the run keeps, and say so if they are not the last; returns their measurement."""
+    result = kept(run.config, history)
+    if result is not history[-1]:
+        restore_head(run, result.step, head, console)
+        steps = f"ended after step {history[-1].step} of {run.config.steps}"
+        console.print(f"{steps}; kept is the best head, of step {result.step} (τ {result.tau:.2f})", highlight=False)
+    return result
 
 
 class _Scorer(Generic[TrainedHead]):
@@ -210,15 +233,14 @@ def _measure(config: TrainConfig, score: _Scorer[Any], held_out: AnswerSet, step
 
 @torch.no_grad()
 def _evaluated(
-    evaluate: Evaluate[TrainedHead], head: TrainedHead, output: Path, console: Console
+    evaluate: Evaluate[TrainedHead], head: TrainedHead, checkpoint: Path, console: Console
 ) -> Mapping[str, float]:
-    """Evaluate the finished head. The result is stored next to its last checkpoint, for a run killed meanwhile."""
-    last = checkpoints(output)[-1]
-    found = kept_evaluation(last)
+    """Evaluate the finished head. The result is stored in its checkpoint, for a run killed meanwhile."""
+    found = kept_evaluation(checkpoint)
     if found is None:
         console.print("evaluating the finished head", highlight=False)
         found = dict(evaluate(head.eval()))
-        keep_evaluation(last, found)
+        keep_evaluation(checkpoint, found)
     if found:
         console.print(", ".join(f"{name} {value:.4g}" for name, value in found.items()), highlight=False)
     return found

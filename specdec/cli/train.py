@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from drafters.mtp.convention import Concat, Feedback
+    from drafters.training.trainer import Speedup
     from specdec.extensions.training.run import TrainingPlan
     from specdec.extensions.training.run_folder import Questions, Setting
 
@@ -39,6 +40,13 @@ _DATA = (
     ),
     flag("--overwrite", "Start anew: remove checkpoints and head of an earlier run there."),
     option("--checkpoint-every", "Steps between checkpoints.", COUNT, 250),
+    option("--held-out-every", "Steps between measurements of acceptance on questions that are held out.", COUNT, 250),
+    option(
+        "--patience",
+        "End after so many measurements in which the acceptance length has not risen by more than 0.01, and keep the "
+        "best head. Default: make all steps and keep the last.",
+        COUNT,
+    ),
 )
 _RUN = (
     option("--decay", "Loss weight of step i is decay^i.", default=0.8),
@@ -155,9 +163,23 @@ def _train(options: Options, plan: TrainingPlan[Any], questions: Sequence[Questi
     plan.check_questions(questions)
     with locked(output):
         plan.claim(output, _data_settings(options, questions), overwrite=options["overwrite"])
+        speedup = None if (output / "head").exists() else _timed(plan, questions, console)
         answers = [answer_prepared(plan.model, each, output, console) for each in questions]
-        result = plan.run(AnswerSet.joined(answers), output, console, options["max_new_tokens"])
+        result = plan.run(AnswerSet.joined(answers), output, console, options["max_new_tokens"], speedup)
     click.echo(f"the head is in {result.folder}")
+
+
+def _timed(plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> Speedup | None:
+    """Show what acceptance pays on this machine; None, which is said, where there is no memory to measure that."""
+    from specdec.errors import CacheTooSmallError, OutOfDeviceMemoryError
+
+    try:
+        rounds = plan.round_seconds(questions)
+    except (CacheTooSmallError, OutOfDeviceMemoryError) as error:
+        console.print(f"no speed-up can be predicted: {error}", highlight=False, soft_wrap=True)
+        return None
+    console.print(str(rounds), highlight=False, soft_wrap=True)
+    return rounds.speedup
 
 
 def _data_settings(options: Options, questions: Sequence[Questions]) -> dict[str, Setting]:

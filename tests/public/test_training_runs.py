@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -26,6 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeModel
+from specdec.errors import OutOfDeviceMemoryError
+from specdec.extensions.training import run as plan
 from tests.mtp_cases import tiny
 
 pytestmark = pytest.mark.usefixtures("short_evaluations")
@@ -278,6 +281,42 @@ def test_a_target_without_a_module_is_refused_at_once(bench: Bench) -> None:
         done = specdec(*command, "--held-out", 3, "--max-new-tokens", 8, "--ttt-steps", 2, "--device", "cpu")
     assert refused(done), f"exit {done.code}: {done.text}"
     assert sum(asked) == 0 and not results(bench.output)
+
+
+# --- what the command says and gives back --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_speed_up_is_predicted_before_the_answers_and_with_each_measurement(bench: Bench, expected: bytes) -> None:
+    with counting_prompts(0, lambda: print("the first answer")):
+        done = bench.train()
+    before, after = done.out.split("the first answer", 1)
+    assert "a head that accepts 0.50 of 2 drafts breaks even" in before and "2: 1.33 ×" in before, done.text
+    measured = re.search(r"step 4: .* \(τ (\S+), predicted speed-up (\S+) ×\)", after)
+    assert measured is not None and float(measured[2]) == pytest.approx(float(measured[1]) / 1.5, abs=0.01)
+    assert bench.head() == expected
+    assert "breaks even" not in bench.train().out, "nothing is left to be trained"
+
+
+@pytest.mark.slow
+def test_a_gpu_without_room_for_the_measurement_can_still_be_trained_on(bench: Bench, expected: bytes) -> None:
+    def no_room(*given: object) -> None:
+        raise OutOfDeviceMemoryError("lower kv_cache_tokens")
+
+    with patch.object(plan, "time_rounds", no_room):
+        done = bench.train()
+    assert done.code == 0 and "no speed-up can be predicted: lower kv_cache_tokens" in done.out
+    assert "predicted speed-up" not in done.out and bench.head() == expected
+
+
+@pytest.mark.slow
+def test_patience_ends_a_run(bench: Bench) -> None:
+    """Two steps of a tiny rate change nothing: the head of the first is as good as any."""
+    done = bench.train(steps=9, learning_rate=1e-9, held_out_every=1, patience=1)
+    assert done.code == 0 and "ended after step 2 of 9; kept is the best head, of step 1 " in done.out
+    done = bench.train(steps=9, learning_rate=1e-9, held_out_every=1, patience=2)
+    assert refused(done) and "patience: 1 -> 2" in done.text
+    assert refused(bench.train(patience=0))
 
 
 # --- what ends a run ---------------------------------------------------------------------------------------------

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Generic
 
 import torch
@@ -18,20 +21,52 @@ from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
 from drafters.training.objective import Features
 from drafters.training.state import FREE_SETTINGS, TrainConfig
-from drafters.training.trainer import TrainingData, TrainResult, train
-from specdec.errors import InvalidInputError
+from drafters.training.trainer import Speedup, TrainingData, TrainResult, train
+from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.extensions.training.run_folder import Questions, Setting, claim, locked, release
 from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.stats import pool_requests
+from specdec.requests.stats import pool_requests, speedup
 from specdec.selftest.selftest import self_test_head
+from specdec.values import ratio
 from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
 from specdec.wrapped.probing import decoder_of, last_states, probe_target
 
 _EVALUATED_PROMPTS = 64
 _EVALUATED_TOKENS = 512
+_TIMED_TOKENS, _TIMED_RUNS = 32, 3
+_SHOWN_LENGTHS = (2, 2.5, 3)
+"""Acceptance lengths whose speed-up is shown before training."""
+
+
+@dataclass(frozen=True)
+class RoundSeconds:
+    """Seconds of a round of one request on this machine: of the target alone, and with `num_drafts` drafts of a head.
+
+    >>> print(RoundSeconds(0.010, 0.014, 5))
+    a round of one request takes 10.0 ms, with 5 drafts 14.0 ms: a head that accepts 0.40 of 5 drafts breaks even; \
+predicted speed-up by acceptance length: 2: 1.43 ×, 2.5: 1.79 ×, 3: 2.14 ×
+    """
+
+    plain: float
+    drafted: float
+    num_drafts: int
+
+    def speedup(self, tokens: float) -> float:
+        """The predicted speed-up at an acceptance length of so many tokens."""
+        return speedup(tokens, self.plain, self.drafted)
+
+    def __str__(self) -> str:
+        drafts, needed = self.num_drafts, max(self.drafted / self.plain - 1, 0.0)
+        which = f"a head that accepts {needed:.2f} of {drafts} drafts" if needed <= drafts else "no head"
+        lengths = [f"{n}: {self.speedup(n):.2f} ×" for n in _SHOWN_LENGTHS if n <= drafts + 1]
+        times = f"{1e3 * self.plain:.1f} ms, with {drafts} drafts {1e3 * self.drafted:.1f} ms"
+        return (
+            f"a round of one request takes {times}: {which} breaks even; predicted speed-up by acceptance "
+            f"length: {', '.join(lengths)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -64,6 +99,17 @@ class TrainingPlan(Generic[TrainedHead]):
                 f"and as many drafts); by max_new_tokens and max_length, the longest can have {max(room)}"
             )
 
+    def round_seconds(self, questions: Sequence[Questions]) -> RoundSeconds:
+        """Time rounds on a question, as a user has them, with a head of this shape that has learned nothing yet.
+
+        Raises:
+            CacheTooSmallError, OutOfDeviceMemoryError: there is no room for it beside the plan's model.
+        """
+        rooms = ((each.room[i], each.prompts[i]) for each in questions for i in each.usable)
+        _, prompt = max(rooms, key=lambda found: found[0])
+        head = self.recipe.finished(self.recipe.start(partial(torch.ones, dtype=torch.int64)))
+        return time_rounds(self.model, head, self.config.ttt_steps, prompt)
+
     def claim(self, output: Path, data: Mapping[str, Setting], *, overwrite: bool = False) -> None:
         """Make `output` the folder of this run on answers from `data`, or find that it is already.
 
@@ -79,9 +125,17 @@ class TrainingPlan(Generic[TrainedHead]):
         claim(output, {**self.settings, **data}, _results(output))
 
     @interrupts_as_they_are()
-    def run(self, answers: AnswerSet, output: Path, console: Console, max_new_tokens: int = 512) -> TrainResult:
-        """Train; goes on from the newest checkpoint in `output`. max_new_tokens: of answers that measure the head,
-        which have 512 at most.
+    def run(
+        self,
+        answers: AnswerSet,
+        output: Path,
+        console: Console,
+        max_new_tokens: int = 512,
+        speedup: Speedup | None = None,
+    ) -> TrainResult:
+        """Train; goes on from the newest checkpoint in `output`. The plan's model may be closed.
+
+        max_new_tokens: of answers that measure the head, which have 512 at most. speedup: see `train`.
 
         Raises:
             InvalidInputError: too few answers, or none long enough.
@@ -99,7 +153,7 @@ class TrainingPlan(Generic[TrainedHead]):
         evaluate = evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished, max_new_tokens)
         with locked(output):
             head, save = self.recipe.start(training.token_counts), self.recipe.save
-            return train(self.config, head, data, self.features, evaluate, output, console, save=save)
+            return train(self.config, head, data, self.features, evaluate, output, console, save=save, speedup=speedup)
 
 
 def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
@@ -133,20 +187,49 @@ def evaluation(
     prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
 
     def evaluate(head: TrainedHead) -> Mapping[str, float]:
-        trial = SpeculativeModel.from_pretrained(
-            model.hf_model,
-            draft=finished(head),
-            num_speculative_tokens=num_drafts,
-            tokenizer=model.tokenizer,
-            max_model_len=model.config.max_model_len,
-            backend=model.backend_name,
-            generation_config=model.generation_config_use,
-            cuda_graphs=False,
-        )
-        completions = trial.generate(prompts, SamplingParams(max_new_tokens=min(max_new_tokens, _EVALUATED_TOKENS)))
+        sizes = {"max_model_len": model.config.max_model_len, "cuda_graphs": False}
+        with _with_head(model, finished(head), num_drafts, sizes) as trial:
+            completions = trial.generate(prompts, SamplingParams(max_new_tokens=min(max_new_tokens, _EVALUATED_TOKENS)))
         return {"tau": pool_requests([c.stats for c in completions]).tau}
 
     return evaluate
+
+
+def _with_head(model: SpeculativeModel, head: Head, num_drafts: int, sizes: Mapping[str, Any]) -> SpeculativeModel:
+    """The target of a model, which may be closed, with a head and otherwise as it was loaded."""
+    return SpeculativeModel.from_pretrained(
+        model.hf_model,
+        draft=head,
+        num_speculative_tokens=num_drafts,
+        tokenizer=model.tokenizer,
+        backend=model.backend_name,
+        generation_config=model.generation_config_use,
+        cpu_linears="plain" if model.plain_linears else "packed",
+        **sizes,
+    )
+
+
+def time_rounds(model: SpeculativeModel, head: Head, num_drafts: int, prompt: Sequence[int]) -> RoundSeconds:
+    """Medians of a few short runs, with and without drafts in turn; the first run of each is for warming up.
+
+    Raises:
+        CacheTooSmallError, OutOfDeviceMemoryError: there is no room for it.
+    """
+    longest = min(model.config.max_model_len, len(prompt) + _TIMED_TOKENS + num_drafts + 1)
+    sizes = {"max_model_len": longest, "max_num_seqs": 1, "kv_cache_tokens": 4 * longest}  # the self-test has 3 rows
+    with _with_head(model, head, num_drafts, sizes) as trial:
+
+        def seconds(drafts: int) -> float:
+            params = SamplingParams(
+                max_new_tokens=_TIMED_TOKENS, ignore_eos=True, num_speculative_tokens=drafts, cache_prefix=False
+            )
+            stats = trial.generate([prompt], params)[0].stats
+            return ratio(stats.decode_s, len(stats.rounds))
+
+        with warnings.catch_warnings(action="ignore", category=SpecdecWarning):  # that its drafts are not accepted
+            pairs = [(seconds(0), seconds(num_drafts)) for _ in range(1 + _TIMED_RUNS)]
+    plain, drafted = (median(times[1:]) for times in zip(*pairs, strict=True))
+    return RoundSeconds(plain, drafted, num_drafts)
 
 
 def plan_training(

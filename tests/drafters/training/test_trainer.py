@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,13 @@ from drafters.base import TargetFacts
 from drafters.eagle3.checkpoint import fresh_eagle3, load_eagle, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
-from drafters.errors import TrainingDivergedError
+from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.oracle import oracle_drafts
 from drafters.training import trainer
 from drafters.training.data import answer_set
 from drafters.training.files import whole_folder
 from drafters.training.objective import Features
-from drafters.training.state import TrainConfig
+from drafters.training.state import Measurement, TrainConfig, kept, stalled
 from drafters.training.trainer import TrainingData
 from drafters.training.trainer import train as train_any
 
@@ -201,6 +201,84 @@ def test_a_run_that_forgets_its_optimizer_is_seen(target: LlamaForCausalLM, data
         torch.save(state, anew / "trainer.pt")
     train(CONFIG, cut, data, features_of(target), nothing, tmp_path / "cut", quiet())
     assert not same(whole, cut)
+
+
+PATIENT = replace(CONFIG, steps=40, held_out_every=2, checkpoint_every=7, keep_checkpoints=1, patience=2)
+
+
+def measured_as(taus: list[float]) -> Callable[..., Measurement]:
+    """Stands for `_measure`: these acceptance lengths in turn, by the step."""
+    return lambda config, score, held_out, step, loss: Measurement(step, float(loss), (taus[step // 2 - 1] - 1,))
+
+
+@pytest.mark.slow
+def test_a_run_that_rises_no_more_ends_with_its_best_head(
+    target: LlamaForCausalLM, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Best at step 6, by less than 0.01 over step 4. Killed anywhere, it goes on to the same head."""
+    monkeypatch.setattr(trainer, "_measure", measured_as([1.2, 1.5, 1.505, 1.3, 1.9]))
+    known = replace(PATIENT, steps=6, patience=None)
+    until = fresh(target, data)
+    monkeypatch.setattr(trainer, "get_cosine_schedule_with_warmup", lambda optimizer, *given: constant(optimizer))
+    train(known, until, data, features_of(target), nothing, tmp_path / "known", quiet())
+    console, evaluated = Console(file=io.StringIO(), width=200), []
+
+    def evaluate(head: Eagle3Head) -> Mapping[str, float]:
+        evaluated.append(same(head, until))
+        return {"tau": 1.5}
+
+    best = fresh(target, data)
+    result = train(PATIENT, best, data, features_of(target), evaluate, tmp_path / "best", console, speedup=half)
+    assert same(best, until) and evaluated == [True], "the head of step 6 has the highest acceptance length"
+    assert [m.step for m in result.history] == [2, 4, 6, 8]
+    assert [m.evaluation for m in result.history] == [{}, {}, {"tau": 1.5}, {}]
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "ended after step 8 of 40; kept is the best head, of step 6 (τ 1.50)" in told
+    assert "(τ 1.30, predicted speed-up 0.65 ×)" in told
+    loaded = load_eagle(result.folder, facts(target), torch.float32, "cpu")
+    assert same(loaded, until)
+    for calls in (3, 4):  # in step 4, and after its checkpoint of step 2 in step 7
+        with pytest.raises(Killed):
+            train(PATIENT, fresh(target, data), data, features_of(target, calls), nothing, tmp_path / "cut", quiet())
+    for _ in range(2):  # the second time it has ended before
+        resumed = fresh(target, data)
+        again = train(PATIENT, resumed, data, features_of(target), evaluate, tmp_path / "cut", quiet())
+        assert same(resumed, until) and again.history == result.history
+    assert evaluated == [True, True]
+
+
+def test_the_best_checkpoint_stays_while_others_go(
+    target: LlamaForCausalLM, data: TrainingData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "_measure", measured_as([1.2, 1.5, 1.3, 1.4]))
+    config = replace(PATIENT, patience=4, steps=8)
+    result = train(config, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-0000004", "step-0000008"]
+    assert [m.step for m in result.history] == [2, 4, 6, 8], "all steps were made"
+    (tmp_path / "step-0000004" / "trainer.pt").write_bytes(b"")
+    with pytest.raises(RunFolderError, match=r"step-0000004: trainer\.pt differs"):
+        train(config, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
+
+
+def half(tokens: float) -> float:
+    return tokens / 2
+
+
+def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("taus", "ended"),
+    [([1.5], False), ([1.5, 1.4], False), ([1.5, 1.4, 1.51], True), ([1.5, 1.4, 1.511], False), ([1, 2, 2, 2], True)],
+)
+def test_a_rise_is_measured_against_all_before(taus: list[float], ended: bool) -> None:
+    history = [Measurement(step, 0.0, (tau - 1,)) for step, tau in enumerate(taus)]
+    assert stalled(TrainConfig(patience=2), history) == ended
+    assert not stalled(TrainConfig(), history) and kept(TrainConfig(), history) is history[-1]
+    assert kept(TrainConfig(patience=2), history).tau == max(taus)
+    with pytest.raises(InvalidInputError, match="patience must be positive"):
+        TrainConfig(patience=0)
 
 
 @pytest.mark.slow
