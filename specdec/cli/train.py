@@ -165,6 +165,7 @@ def _train(options: Options, plan: TrainingPlan[Any], questions: Sequence[Questi
         plan.claim(output, _data_settings(options, questions), overwrite=options["overwrite"])
         speedup = None if (output / "head").exists() else _timed(plan, questions, console)
         answers = [answer_prepared(plan.model, each, output, console) for each in questions]
+        plan.model.close()  # its KV cache, most of a GPU, is memory to train in
         result = plan.run(AnswerSet.joined(answers), output, console, options["max_new_tokens"], speedup)
     click.echo(f"the head is in {result.folder}")
 

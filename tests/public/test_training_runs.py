@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec import SpeculativeModel
 from specdec.errors import OutOfDeviceMemoryError
 from specdec.extensions.training import run as plan
+from specdec.extensions.training.run import TrainingPlan
 from tests.mtp_cases import tiny
 
 pytestmark = pytest.mark.usefixtures("short_evaluations")
@@ -284,6 +285,20 @@ def test_a_target_without_a_module_is_refused_at_once(bench: Bench) -> None:
 
 
 # --- what the command says and gives back --------------------------------------------------------------------------
+
+
+def test_the_kv_cache_is_given_back_before_training(bench: Bench) -> None:
+    """The target that answered is closed when the first step is made; the answers, the plan and the weights stay."""
+    plain, found = TrainingPlan.run, []
+
+    def run(self: TrainingPlan[Any], *given: Any) -> Any:
+        kept = [name for name in ("engine", "runners", "target") if name in vars(self.model)]
+        found.append((kept, len(given[0])))
+        return plain(self, *given)
+
+    with patch.object(TrainingPlan, "run", run):
+        done = bench.train()
+    assert done.code == 0 and found == [([], 12)], done.text
 
 
 @pytest.mark.slow
