@@ -11,13 +11,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Generic
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from attention.errors import InvalidInputError
-from drafters.base import Save, TrainedHead
+from drafters.base import Save
 from drafters.checkpoints.tensor_files import Json
 from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.training.files import damage, whole_folder, write_file
@@ -129,10 +129,10 @@ def kept(config: TrainConfig, history: Sequence[Measurement]) -> Measurement:
 
 
 @dataclass(frozen=True)
-class Learner(Generic[TrainedHead]):
+class Learner:
     """Everything in a run that has state."""
 
-    head: TrainedHead
+    head: Any
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
@@ -150,9 +150,7 @@ class Run:
     data: str
 
 
-def save_checkpoint(
-    run: Run, step: int, learner: Learner[TrainedHead], history: list[Measurement], save: Save[TrainedHead]
-) -> Path:
+def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measurement], save: Save[Any]) -> Path:
     """Write step-N into the run's folder, whole or not at all: the head in its layout, and trainer.pt. Deletes old
     ones, but with `patience` not the best head's.
 
@@ -199,7 +197,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items(), key=lambda item: int(item[0].group(1)))]
 
 
-def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[int, list[Measurement]]:
+def restore(run: Run, learner: Learner, console: Console) -> tuple[int, list[Measurement]]:
     """Load the newest undamaged checkpoint into `learner`; returns its step and measurements. Without one: (0, []).
 
     Damaged checkpoints are named on `console` and renamed to step-N.damaged.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
 from attention.threads import start_thread
-from drafters.base import Save, TrainedHead
+from drafters.base import Save
 from drafters.errors import TrainingDivergedError
 from drafters.training.data import AnswerSet
 from drafters.training.files import whole_folder
@@ -81,7 +81,7 @@ class TrainingDisplay(LinesOfProgress):
 
 Speedup = Callable[[float], float]
 """Acceptance length -> predicted speed-up over the target alone."""
-Evaluate = Callable[[TrainedHead], Mapping[str, float]]
+Evaluate = Callable[[Any], Mapping[str, float]]
 """Evaluates a trained head, for example by drafting with a real engine: name -> number."""
 
 
@@ -112,14 +112,14 @@ class TrainResult:
 
 def train(
     config: TrainConfig,
-    head: TrainedHead,
+    head: Any,
     data: TrainingData,
     features: Features,
-    evaluate: Evaluate[TrainedHead],
+    evaluate: Evaluate,
     output: Path,
     console: Console,
     *,
-    save: Save[TrainedHead],
+    save: Save[Any],
     speedup: Speedup | None = None,
 ) -> TrainResult:
     """Train a head in place; continue from the newest checkpoint in `output`, if any.
@@ -180,12 +180,12 @@ def _finish(run: Run, history: list[Measurement], head: torch.nn.Module, console
     return result
 
 
-class _Scorer(Generic[TrainedHead]):
+class _Scorer:
     """Scores batches: the target's features, then the training-time test under the run's precision."""
 
-    def __init__(self, config: TrainConfig, head: TrainedHead, features: Features) -> None:
+    def __init__(self, config: TrainConfig, head: Any, features: Features) -> None:
         self._config = config
-        self.head: TrainedHead = head
+        self.head: Any = head
         self._features = features
         self.device = next(head.parameters()).device
         self._autocast = config.bfloat16 and self.device.type == "cuda"
@@ -201,7 +201,7 @@ class _Scorer(Generic[TrainedHead]):
             )
 
 
-def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
+def _learner(config: TrainConfig, head: Any) -> Learner:
     # Norm weights and biases are not decayed: pulled towards zero they would scale down the normed values.
     matrices = [p for p in head.parameters() if p.dim() >= 2]
     vectors = [p for p in head.parameters() if p.dim() < 2]
@@ -210,7 +210,7 @@ def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
     return Learner(head, optimizer, get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps))
 
 
-def _optimize(config: TrainConfig, learner: Learner[Any], loss: Tensor) -> Tensor:
+def _optimize(config: TrainConfig, learner: Learner, loss: Tensor) -> Tensor:
     """One optimizer step; returns the loss, detached."""
     learner.optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -220,7 +220,7 @@ def _optimize(config: TrainConfig, learner: Learner[Any], loss: Tensor) -> Tenso
     return loss.detach()  # the graph behind the loss, and its activations, are freed
 
 
-def _measure(config: TrainConfig, score: _Scorer[Any], held_out: AnswerSet, step: int, loss: Tensor) -> Measurement:
+def _measure(config: TrainConfig, score: _Scorer, held_out: AnswerSet, step: int, loss: Tensor) -> Measurement:
     head = score.head.eval()
     batches = held_out_batches(held_out, config.batch_size, config.pad_multiple, score.device)
     with torch.no_grad():
@@ -232,9 +232,7 @@ def _measure(config: TrainConfig, score: _Scorer[Any], held_out: AnswerSet, step
 
 
 @torch.no_grad()
-def _evaluated(
-    evaluate: Evaluate[TrainedHead], head: TrainedHead, checkpoint: Path, console: Console
-) -> Mapping[str, float]:
+def _evaluated(evaluate: Evaluate, head: Any, checkpoint: Path, console: Console) -> Mapping[str, float]:
     """Evaluate the finished head. The result is stored in its checkpoint, for a run killed meanwhile."""
     found = kept_evaluation(checkpoint)
     if found is None:

@@ -155,7 +155,7 @@ def _run(options: Options, family: str, chosen: Options) -> None:
         raise click.exceptions.Exit(_INTERRUPTED) from None
 
 
-def _train(options: Options, plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> None:
+def _train(options: Options, plan: TrainingPlan, questions: Sequence[Questions], console: Console) -> None:
     from drafters.training.data import AnswerSet
     from specdec.extensions.training.run_folder import answer_prepared, locked
 
@@ -170,7 +170,7 @@ def _train(options: Options, plan: TrainingPlan[Any], questions: Sequence[Questi
     click.echo(f"the head is in {result.folder}")
 
 
-def _timed(plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> Speedup | None:
+def _timed(plan: TrainingPlan, questions: Sequence[Questions], console: Console) -> Speedup | None:
     """Show what acceptance pays on this machine; None, which is said, where there is no memory to measure that."""
     from specdec.errors import CacheTooSmallError, OutOfDeviceMemoryError
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from attention.backends.limits import dtype_name
-from drafters.base import FINAL_NORM, Head, Recipe, TrainedHead
+from drafters.base import FINAL_NORM, Head, Recipe
 from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
 from drafters.training.objective import Features
@@ -70,7 +70,7 @@ predicted speed-up by acceptance length: 2: 1.43 ×, 2.5: 1.79 ×, 3: 2.14 ×
 
 
 @dataclass(frozen=True)
-class TrainingPlan(Generic[TrainedHead]):
+class TrainingPlan:
     """A checked run, which can begin once there are answers; model: the target, without a head.
 
     Attributes:
@@ -82,7 +82,7 @@ class TrainingPlan(Generic[TrainedHead]):
     config: TrainConfig
     held_out: int
     settings: Mapping[str, Setting]
-    recipe: Recipe[TrainedHead]
+    recipe: Recipe[Any]
     features: Features
 
     def check_questions(self, questions: Sequence[Questions]) -> None:
@@ -179,14 +179,14 @@ def evaluation(
     model: SpeculativeModel,
     measured: AnswerSet,
     num_drafts: int,
-    finished: Callable[[TrainedHead], Head],
+    finished: Callable[[Any], Head],
     max_new_tokens: int,
-) -> Callable[[TrainedHead], Mapping[str, float]]:
+) -> Callable[[Any], Mapping[str, float]]:
     """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
     count = min(len(measured), _EVALUATED_PROMPTS)
     prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
 
-    def evaluate(head: TrainedHead) -> Mapping[str, float]:
+    def evaluate(head: Any) -> Mapping[str, float]:
         sizes = {"max_model_len": model.config.max_model_len, "cuda_graphs": False}
         with _with_head(model, finished(head), num_drafts, sizes) as trial:
             completions = trial.generate(prompts, SamplingParams(max_new_tokens=min(max_new_tokens, _EVALUATED_TOKENS)))
@@ -234,7 +234,7 @@ def time_rounds(model: SpeculativeModel, head: Head, num_drafts: int, prompt: Se
 
 def plan_training(
     model: SpeculativeModel, family: str, options: Mapping[str, Any], config: TrainConfig, held_out: int
-) -> TrainingPlan[Any]:
+) -> TrainingPlan:
     """Check everything about training a head that can be known before there are answers.
 
     Args:
