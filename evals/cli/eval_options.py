@@ -16,6 +16,7 @@ from specdec.cli.options import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    Numbers,
     added,
     flag,
     load_options,
@@ -40,19 +41,14 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-class _Numbers(click.ParamType):
-    """A comma-separated list of whole numbers from 1 on, without repeats."""
-
-    name = "n,n,..."
-    _each: click.ParamType = click.IntRange(1)
+class _Different(Numbers):
+    """Without repeats."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(dict.fromkeys(self._each.convert(part.strip(), param, ctx) for part in str(value).split(",")))
+        return tuple(dict.fromkeys(super().convert(value, param, ctx)))
 
 
-NUMBERS = _Numbers()
+NUMBERS = _Different(1)
 OWN_NAMES = {"num_speculative_tokens": "--num-speculative-tokens", "max_num_seqs": "--batch-size", "seed": "--seed"}
 """Load options that the eval commands have under a name of their own, which is not about loading alone."""
 

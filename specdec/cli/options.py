@@ -26,6 +26,20 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 """A file that is read: looked for before anything heavy is imported, as are names of models (`model_name`)."""
 
 
+class Numbers(click.ParamType):
+    """A list of whole numbers from `least` on, separated by commas."""
+
+    name = "n,n,..."
+
+    def __init__(self, least: int) -> None:
+        self._each: click.ParamType = click.IntRange(least)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._each.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
 def option(
     names: str, help: str | None = None, type: Any = None, default: Any = None, **more: Any
 ) -> Callable[[Any], Any]:

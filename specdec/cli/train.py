@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attention.backends.kinds import KINDS
-from specdec.cli.options import COUNT, FILE, added, examples, flag, load_options, load_options_of, offered, option
-from specdec.errors import InvalidInputError
+from specdec.cli.options import (
+    COUNT,
+    FILE,
+    Numbers,
+    added,
+    examples,
+    flag,
+    load_options,
+    load_options_of,
+    offered,
+    option,
+)
 from specdec.loading.names import model_name
 from specdec.values import Options, only
 
@@ -88,8 +98,11 @@ def train() -> None:
 @added(_DATA)
 @option("--draft-vocab-size", "Default: the target's whole vocabulary.", COUNT)
 @option("--intermediate-size", "Of the head's MLP. Default: the target's.", COUNT)
-@option("--aux-layers", "States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3.")
-@option("--taps", hidden=True)  # as it was called
+@option(
+    "--aux-layers",
+    "States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3.",
+    Numbers(0),
+)
 @option("--steps", default=1500)
 @option("--batch-size", default=48)
 @option("--ttt-steps", "Steps of the training-time test.", default=5)
@@ -97,8 +110,7 @@ def train() -> None:
 @added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
-    shape = {name: options[name] for name in ("draft_vocab_size", "intermediate_size")}
-    _run(options, "eagle3", {**shape, "aux_layers": _aux_layers(options["aux_layers"], options["taps"])})
+    _run(options, "eagle3", only(options, ("draft_vocab_size", "intermediate_size", "aux_layers")))
 
 
 @train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
@@ -201,15 +213,3 @@ def _kept(output: Path) -> str:
 
     found = checkpoints(output)
     return f"the last checkpoint is {found[-1]}" if found else f"{kept_answers(output)} answers are kept in {output}"
-
-
-def _aux_layers(text: str | None, older: str | None) -> tuple[int, ...] | None:
-    if text is not None and older is not None:
-        raise InvalidInputError("--taps is the older name of --aux-layers: give one of them")
-    text = text or older
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidInputError(f"--aux-layers {text!r}: give numbers separated by commas, e.g. 2,4,5") from error

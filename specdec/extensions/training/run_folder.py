@@ -28,8 +28,6 @@ from specdec.wrapped.fingerprint import target_fingerprint
 FORMAT = 1
 """Of everything in a run folder; a folder of another format is refused."""
 _RECORD = "run.json"
-_RENAMED = {"taps": "aux_layers"}
-"""Settings that older records have under another name."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def _read(path: Path) -> dict[str, Setting]:
         record = json.loads(path.read_bytes())
         version = record["format"]
         rows = record["settings"]
-        found = {_RENAMED.get(key, key): Setting(row["value"], str(row["name"])) for key, row in rows.items()}
+        found = {key: Setting(row["value"], str(row["name"])) for key, row in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(
             f"{path} is damaged ({named_error(error)}), so nobody knows what this run was made from; give "

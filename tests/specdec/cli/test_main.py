@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from evals.cli.main import evaluate
 from specdec.cli.lazy import LazyCommand, LazyGroup
 from specdec.cli.main import cli
-from specdec.cli.train import _aux_layers
+from specdec.cli.options import Numbers
 from specdec.errors import InvalidInputError
 
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "scipy", "datasets", "lm_eval", "ray", "rich")
@@ -163,14 +163,11 @@ def test_the_help_ends_with_a_command_that_needs_no_extra() -> None:
     assert CliRunner().invoke(cli, ["--help"]).output.rstrip().endswith(" specdec doctor")
 
 
-def test_aux_layers_have_one_name_and_the_older_option_works() -> None:
-    shown = CliRunner().invoke(cli, ["train", "eagle3", "--help"]).output
-    assert "--aux-layers" in shown and "taps" not in shown
-    assert _aux_layers("2,4,5", None) == _aux_layers(None, "2,4,5") == (2, 4, 5) and _aux_layers(None, None) is None
-    with pytest.raises(InvalidInputError, match="--taps is the older name of --aux-layers: give one"):
-        _aux_layers("2,4,5", "2,4,5")
-    with pytest.raises(InvalidInputError, match="--aux-layers 'a': give numbers separated by commas"):
-        _aux_layers("a", None)
+def test_a_list_of_numbers_is_read_as_it_is_typed() -> None:
+    assert Numbers(0).convert("2, 0,2", None, None) == (2, 0, 2), "a repeat is for those who know whether it may be"
+    for typed in ("a", "1,", "-1"):
+        with pytest.raises(click.BadParameter):
+            Numbers(0).convert(typed, None, None)
 
 
 @pytest.mark.parametrize(

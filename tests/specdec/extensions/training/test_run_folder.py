@@ -54,16 +54,6 @@ def test_a_damaged_record_is_named(content: str, tmp_path: Path) -> None:
         claim(tmp_path, SETTINGS, [])
 
 
-def test_an_older_record_has_aux_layers_under_their_older_name(tmp_path: Path) -> None:
-    claim(tmp_path, SETTINGS, [])
-    record = (tmp_path / "run.json").read_text()
-    assert '"aux_layers"' in record
-    (tmp_path / "run.json").write_text(record.replace('"aux_layers"', '"taps"'))
-    claim(tmp_path, SETTINGS, [])
-    with pytest.raises(InvalidInputError, match=r"aux_layers: \[1, 2\] -> \[0, 2\]"):
-        claim(tmp_path, {**SETTINGS, "aux_layers": Setting((0, 2))}, [])
-
-
 def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     claim(tmp_path, SETTINGS, [])
     record = json.loads((tmp_path / "run.json").read_text())
