@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from attention.backends.base import AttentionBackend
-from attention.backends.building import Builds
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError
@@ -114,11 +113,6 @@ class GroupedRunner:
     @property
     def batch_invariant(self) -> bool:
         return self.runners[0].batch_invariant
-
-    @property
-    def builds(self) -> Builds:
-        """The groups' kernels that are built in the background."""
-        return tuple(dict.fromkeys(build for runner in self.runners for build in runner.builds))
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch for every group. No device synchronisation."""
