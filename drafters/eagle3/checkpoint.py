@@ -108,7 +108,7 @@ def load_eagle(
     weights = opened.load()
     d2t = _read_map(opened, weights)
     cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
-    head = filled(_empty_head(opened.spec, target, d2t), cast)
+    head = filled(_new_head(opened.spec, target, d2t), cast)
     head.checkpoint_report = opened.report
     log.info("%s", head.checkpoint_report)
     return head
@@ -228,7 +228,7 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
 def _check_shapes(opened: _Opened, target: TargetFacts) -> None:
     spec = opened.spec
     sizes = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
-    module = _empty_head(spec, target, torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+    module = _new_head(spec, target, torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     needed = {"d2t"} if spec.draft_vocab_size < spec.vocab_size else set()
     check_tensors(opened.shapes(), expected | {name: sizes[name] for name in _MAPS if name in needed | {*opened.names}})
@@ -245,11 +245,11 @@ def _read_map(opened: _Opened, weights: StateDict) -> Tensor | None:
     return d2t.long()
 
 
-def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: Tensor | None) -> Eagle3Head:
-    """The head before its weights are loaded, sharing the target's tensors (a padded embedding is cut, not copied)."""
+def _new_head(spec: Eagle3Spec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> Eagle3Head:
+    """The head with torch's own weights, sharing the target's tensors (a padded embedding is cut, not copied)."""
     embedding, lm_head = target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size]
     kind = Eagle1Head if isinstance(spec, Eagle1Spec) else Eagle3Head
-    return kind(spec, embedding, lm_head, d2t, torch.device("meta"))
+    return kind(spec, embedding, lm_head, d2t, torch.device(device))
 
 
 STORED = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -304,8 +304,7 @@ def fresh_eagle3(spec: Eagle3Spec, target: TargetFacts, counts: Tensor, seed: in
     d2t = most_frequent(counts, spec.draft_vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        shared = (target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size])
-        head = Eagle3Head(spec, *shared, d2t, torch.device("cpu"))
+        head = _new_head(spec, target, d2t, "cpu")
     head.to(target.embedding.device)
     if spec.own_lm_head and spec.hidden_size == target.hidden_size:
         with torch.no_grad():
