@@ -21,7 +21,7 @@ from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
 from drafters.training.objective import Features
 from drafters.training.state import FREE_SETTINGS, TrainConfig
-from drafters.training.trainer import Speedup, TrainingData, TrainResult, train
+from drafters.training.trainer import Evaluate, Speedup, TrainingData, TrainResult, train
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.extensions.training.run_folder import Questions, Setting, claim, locked, release
 from specdec.interrupts import interrupts_as_they_are
@@ -100,13 +100,12 @@ class TrainingPlan:
             )
 
     def round_seconds(self, questions: Sequence[Questions]) -> RoundSeconds:
-        """Time rounds on a question, as a user has them, with a head of this shape that has learned nothing yet.
+        """Time rounds on the shortest question, with a head of this shape that has learned nothing yet.
 
         Raises:
             CacheTooSmallError, OutOfDeviceMemoryError: there is no room for it beside the plan's model.
         """
-        rooms = ((each.room[i], each.prompts[i]) for each in questions for i in each.usable)
-        _, prompt = max(rooms, key=lambda found: found[0])
+        prompt = min((each.prompts[i] for each in questions for i in each.usable), key=len)  # it has the most room
         head = self.recipe.finished(self.recipe.start(partial(torch.ones, dtype=torch.int64)))
         return time_rounds(self.model, head, self.config.ttt_steps, prompt)
 
@@ -150,7 +149,8 @@ class TrainingPlan:
                 f"{self.config.ttt_steps + 1}"
             )
         data = TrainingData(training, measured)
-        evaluate = evaluation(self.model, measured, self.config.ttt_steps, self.recipe.finished, max_new_tokens)
+        ready = self.recipe.finished
+        evaluate = evaluation(self.model, measured, self.config.ttt_steps, ready, max_new_tokens, speedup)
         with locked(output):
             head, save = self.recipe.start(training.token_counts), self.recipe.save
             return train(self.config, head, data, self.features, evaluate, output, console, save=save, speedup=speedup)
@@ -181,7 +181,8 @@ def evaluation(
     num_drafts: int,
     finished: Callable[[Any], Head],
     max_new_tokens: int,
-) -> Callable[[Any], Mapping[str, float]]:
+    speedup: Speedup | None = None,
+) -> Evaluate:
     """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
     count = min(len(measured), _EVALUATED_PROMPTS)
     prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
@@ -190,7 +191,8 @@ def evaluation(
         sizes = {"max_model_len": model.config.max_model_len, "cuda_graphs": False}
         with _with_head(model, finished(head), num_drafts, sizes) as trial:
             completions = trial.generate(prompts, SamplingParams(max_new_tokens=min(max_new_tokens, _EVALUATED_TOKENS)))
-        return {"tau": pool_requests([c.stats for c in completions]).tau}
+        tau = pool_requests([c.stats for c in completions]).tau
+        return {"tau": tau} | ({} if speedup is None else {"predicted speed-up": speedup(tau)})
 
     return evaluate
 

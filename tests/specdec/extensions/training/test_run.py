@@ -76,6 +76,8 @@ def test_the_finished_head_is_measured_with_answers_as_long_as_asked_for(
     monkeypatch.setattr(run.SpeculativeModel, "from_pretrained", lambda *a, **more: nullcontext(trial))
     evaluate = run.evaluation(MODEL, answer_set([[1, 2]], [[3, 4]], 64), 2, lambda head: head, asked)
     assert evaluate(None) == {"tau": 2.0} and told == [used]
+    evaluate = run.evaluation(MODEL, answer_set([[1, 2]], [[3, 4]], 64), 2, lambda head: head, asked, lambda n: n / 4)
+    assert evaluate(None) == {"tau": 2.0, "predicted speed-up": 0.5}
 
 
 def test_rounds_are_timed_in_turn_and_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_the_rounds_of_a_real_target_are_timed_beside_it() -> None:
     before = model.generate([[5, 6, 7]], max_new_tokens=8)[0].token_ids
     config = TrainConfig(steps=1, ttt_steps=2)
     plan = run.plan_training(model, "eagle3", {"aux_layers": (1, 2, 3)}, config, held_out=1)
-    asked: Any = SimpleNamespace(room=[1, 20, 3], prompts=[[1], [5] * 44, [2]], usable=[1, 2])
+    asked: Any = SimpleNamespace(prompts=[[1], [5] * 44, [2] * 45], usable=[1, 2])
     with warnings.catch_warnings(action="error"):
         found = plan.round_seconds([asked])
     assert found.plain > 0 and found.drafted > 0 and found.num_drafts == 2
