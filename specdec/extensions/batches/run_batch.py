@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attention.errors import named_error
+from drafters.training.trainer import LinesOfProgress
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import Line, lines_of, look_through
 from specdec.extensions.batches.records import Record, row_number
@@ -26,8 +27,6 @@ from specdec.requests.shown import tau_words
 from specdec.run_files import KeptLines
 from specdec.values import Json, ratio
 
-REPORT_S = 30.0
-"""Seconds between two lines about the progress where standard error is no terminal."""
 Records = Callable[[Iterable[Line]], Iterator[Record]]
 """Lines -> their records, each once, in any order; lines are read only so far ahead as keeps the work going."""
 
@@ -162,11 +161,10 @@ def run_batch(
 
 
 def _answer(source: Path, output: Output, records: Records, summary: Summary, console: Console) -> None:
-    begin = reported = time.monotonic()
+    begin = time.monotonic()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
     left = (line for line in lines_of(source) if not output.done[line.number])
-    with bar:
+    with LinesOfProgress(*columns, TimeRemainingColumn(), console=console) as bar:
         shown = bar.add_task("", total=summary.rows, completed=summary.before)
         for record in records(left):
             output.add(record)
@@ -174,13 +172,3 @@ def _answer(source: Path, output: Output, records: Records, summary: Summary, co
             summary.seconds = time.monotonic() - begin
             text = f"{summary.rate:,.0f} tokens/s, {summary.failed:,} errors"
             bar.update(shown, completed=summary.before + summary.ended, description=text)
-            if not console.is_terminal and time.monotonic() - reported > REPORT_S:
-                reported = time.monotonic()
-                console.print(progress_line(summary), soft_wrap=True)
-
-
-def progress_line(summary: Summary) -> str:
-    """The progress in a line, where there is no bar."""
-    left = summary.rows - summary.before - summary.ended
-    minutes = left * summary.seconds / summary.ended / 60
-    return f"{summary.words}; about {minutes:,.0f} min left"
