@@ -36,7 +36,7 @@ from specdec.wrapped.probing import decoder_of, last_states, probe_target
 
 _EVALUATED_PROMPTS = 64
 _EVALUATED_TOKENS = 512
-_TIMED_TOKENS, _TIMED_RUNS = 32, 3
+_TIMED_TOKENS, _TIMED_RUNS = 32, 5
 _SHOWN_LENGTHS = (2, 2.5, 3)
 """Acceptance lengths whose speed-up is shown before training."""
 
