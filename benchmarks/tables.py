@@ -27,7 +27,7 @@ _INTRODUCTION = """# Benchmarks
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_start (starts), bench_first_token
-(starts on a CPU, and transformers'), bench_cpu (a model on a CPU beside transformers), bench_parallel
+(starts on a CPU, and transformers'), bench_cpu (a model on a CPU beside transformers and llama.cpp), bench_parallel
 (several GPUs), bench_mixtures and bench_experts (mixtures of experts), offline/turns (two checkouts in turn),
 bench_draft_vocab and bench_draft_round (fewer tokens to draft on), bench_sampling (both rules for sampled tokens),
 bench_host (rounds with requests waiting), check_pair (tokens and drafts against transformers and a head
@@ -195,6 +195,20 @@ COLUMNS: dict[str, dict[str, str]] = {
         "peak MiB": "{peak_mib:,.0f}",
         "over transformers (wall, CPU, peak)": "{wall_s_over:.2f}, {cpu_s_over:.2f}, {peak_mib_over:.2f}",
     },
+    "cpu": {
+        "model": "{model}, {dtype}",
+        "threads": "{threads}",
+        "prompts": "{category}",
+        "arm": "{arm}",
+        "tokens a forward": "{tokens_per_round:.2f}",
+        "wall s": "{wall_s:.2f}",
+        "CPU s": "{cpu_s:.2f}",
+        "tokens/s": "{tokens_per_s:.1f}",
+        "equal answers": "{same}",
+        "over transformers (wall, CPU)": "{over_transformers}",
+        "over K = 0": "{over_K0}",
+        "over llama.cpp": "{over_llama}",
+    },
     "host_queue": {
         "waiting": "{waiting:,}",
         "rows": "{rows:,}",
@@ -358,6 +372,17 @@ def _mixtures(line: Line) -> Iterable[Line]:
     yield line | {"tokens_per_s": served and median(served), "over": over}
 
 
+def _cpu(line: Line) -> Iterable[Line]:
+    """Ratios of wall and of CPU seconds stand in one cell. Lines of before 30 November have them apart."""
+    for each in line["results"]:
+        apart = {"transformers": "to_transformers", "K0": "to_packed_K0", "llama": ""}
+        pairs = {to: each.get(f"to_{to}") for to in apart}
+        pairs |= {to: [each[old], each[f"cpu_{old}"]] for to, old in apart.items() if f"cpu_{old}" in each}
+        same = f"{each['equal']} of {each['answers']}" if "equal" in each else ""
+        over = {f"over_{to}": ", ".join(f"{ratio:.2f}" for ratio in found or ()) for to, found in pairs.items()}
+        yield line | each | over | {"same": same}
+
+
 def _turns(line: Line) -> Iterable[Line]:
     of = line["of"] if "of" in line else f"{line['rows']} rows at {line.get('temperature', 0.0)}"
     yield line | {"of": of} | {key: f"{median(line[key]):.2f}" for key in ("before_ms", "now_ms")}
@@ -395,6 +420,7 @@ _CELLS: dict[str, Callable[[Line], Iterable[Line]]] = {
     "lookup": lambda line: line["results"],
     "sampling": lambda line: [line | each for each in line["results"]],
     "first_token": lambda line: [line | each for each in line["results"]],
+    "cpu": _cpu,
     "grammar_drafts": lambda line: line["results"],
 }
 """What the columns of a kind name beside a line's own values; of some kinds a line makes several rows."""

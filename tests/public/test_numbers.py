@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cpu_results import table
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARED = {
@@ -233,6 +235,9 @@ def published() -> Iterator[str]:
     yield "and at most {1:.2f} in float32".format(*widest)
     exact = next(row for row in own if "float64" in row["dtype"])
     yield f"{exact['identical']} of {exact['prompts']} prompts that differed"
+    for file in RESULTS.glob("peers-cpu-*.jsonl"):
+        for document in lines(file.name):
+            yield from (" ".join(row.split()) for row in table(document).splitlines())
 
 
 def serving() -> Iterator[str]:
