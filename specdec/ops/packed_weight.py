@@ -6,6 +6,7 @@ two, or copied into oneDNN's blocks at every call. Laid out in blocks beforehand
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ ONEDNN = torch.ops.mkldnn
 FEWEST_ROWS = 4
 """In float32 fewer input rows are filled up with zeros to so many. CPU ms of all layers of a model of 135M weights but
 its lm_head, one thread of an AMD EPYC 9004: 35, 38, 28 with 1, 2, 3 rows, 27 with 4; in bfloat16 17, 18, 16, 15."""
+_BLOCK = 64
+"""Rows of a weight that oneDNN lays out together where it computes by AVX-512."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ALONE = 2
 """torch's count of a storage that one tensor holds, while it is counted."""
@@ -29,24 +32,29 @@ class Matrix:
     """Weights of layers that read one input, [sum of O, I] in one piece of memory.
 
     Attributes:
-        memory: them, in oneDNN's blocks or plainly. packed: whether in blocks. sizes: rows of each layer's. last: an
-            input of which not all layers have had their products yet, writes to it, the products, and whose they are.
+        memory: them, in oneDNN's blocks or plainly. packed: whether in blocks. sizes: rows of each layer's. blocks: see
+            `blocks_of`, None of one that is no embedding. last: an input of which not all layers have had their
+            products yet, writes to it, the products, and whose they are.
     """
 
     def __init__(self, weights: list[Tensor], tied: bool) -> None:
-        """tied: the one weight is an embedding as well, and stays plain memory, which oneDNN reads as it is."""
+        """tied: the one weight is an embedding as well. Where its rows cannot be read from the blocks, it stays plain
+        memory, which oneDNN reads as it is."""
         self.memory, self.sizes = torch.cat(weights), [len(weight) for weight in weights]
         self.packed, self._tied = False, tied
+        self.blocks: Tensor | None = None
         self.last: tuple[Tensor, int, tuple[Tensor, ...], set[int]] | None = None
         self.pack()
 
     def pack(self) -> None:
         """Lay it out in blocks, unless somebody else has a view of its memory: what they write would be lost."""
-        if self.packed or self._tied:
+        if self.packed or torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) != _ALONE:
             return
-        if torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata) == _ALONE:
-            with torch.inference_mode(False):
-                self.memory, self.packed = ONEDNN._reorder_linear_weight(self.memory), True
+        with torch.inference_mode(False):
+            laid_out = ONEDNN._reorder_linear_weight(self.memory)
+            self.blocks = blocks_of(laid_out, self.memory) if self._tied else None
+        if not self._tied or self.blocks is not None:
+            self.memory, self.packed = laid_out, True
 
     def read(self) -> Tensor:
         """Its values, in memory that may be its own."""
@@ -54,8 +62,14 @@ class Matrix:
 
     def unpack(self) -> Tensor:
         """Its memory, plain from now on, for those who write to it or keep views of it."""
-        self.memory, self.packed = self.read(), False
+        self.memory, self.packed, self.blocks = self.read(), False, None
         return self.memory
+
+    def rows(self, ids: Tensor) -> Tensor | None:
+        """Those of an embedding, [..., I] of ids [...]; None where the blocks are not there to read, or of no row."""
+        if self.blocks is None or (ids < 0).any():
+            return None
+        return self.blocks[ids // _BLOCK, :, ids % _BLOCK].contiguous().view(self.memory.dtype)
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I], bias [sum of O] or None -> x · weightᵀ + bias [..., sum of O]."""
@@ -119,6 +133,9 @@ class PackedWeight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and (found := _product(*args)) is not None:
             return found
+        writes = torch.is_grad_enabled() or func is not F.embedding or kwargs["max_norm"]
+        if not writes and (found := args[1].matrix.rows(args[0])) is not None:
+            return found
         if func == _SET_DATA:
             return _replaced(*args)
         with DisableTorchFunctionSubclass():  # else every result would be of this class
@@ -147,6 +164,19 @@ def _product(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
         return None
     matrix = weight.matrix
     return matrix.times(x, bias) if len(matrix.sizes) == 1 else matrix.part(x, weight.place)
+
+
+def blocks_of(packed: Tensor, plain: Tensor) -> Tensor | None:
+    """The memory of a packed weight [O, I] as int32 [O / 64, n, 64]: a row's n pieces of 4 bytes.
+
+    So oneDNN lays a weight out by AVX-512; None where it has done otherwise. Padding only makes its memory longer.
+    """
+    if len(plain) % _BLOCK or plain.shape[1] % 2:
+        return None
+    memory = (ctypes.c_char * plain.nbytes).from_address(ONEDNN.data_ptr(packed))
+    pieces = plain.view(torch.int32).unflatten(0, (-1, _BLOCK)).mT
+    blocks = torch.frombuffer(memory, dtype=torch.int32).view(pieces.shape)
+    return blocks if torch.equal(blocks, pieces) else None
 
 
 def _replaced(weight: PackedWeight, values: Tensor) -> None:

@@ -20,8 +20,10 @@ _FEWEST_BYTES = 2**25
 """Weights of fewer bytes stay in a processor's cache, where laying them out gains nothing."""
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that read one tensor, by their names in transformers' models. Where they do not, each is computed alone."""
-_Packed = tuple[nn.Parameter, Any, list[nn.Module]]
-"""A user's parameter, what is in its place, and in which layers."""
+_Buffers = list[tuple[nn.Module, str]]
+"""Those of heads that are a weight of the target."""
+_Packed = tuple[nn.Parameter, Any, list[nn.Module], _Buffers]
+"""A user's parameter, what is in its place, and in which layers and heads."""
 
 
 def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bool) -> str:
@@ -72,26 +74,35 @@ def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
     for root in roots:
         alterations.on_undo(root.register_state_dict_post_hook(_plain_state).remove)
     modules = [module for root in roots for module in root.modules()]
-    # Heads have a weight of the target among their buffers.
-    held = {b.untyped_storage().data_ptr() for m in modules for b in m._buffers.values() if type(b) is Tensor}
+    held: dict[int, _Buffers] = defaultdict(list)
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if type(buffer) is Tensor:
+                held[_address(buffer)].append((module, name))
     for group in _groups(modules, held):
         owns = [own for own, _ in group]
-        tied = len(group[0][1]) > 1
-        matrix = Matrix([own.data for own in owns], tied)
+        matrix = Matrix([own.data for own in owns], len(group[0][1]) > 1 or _address(owns[0]) in held)
         for place, (own, layers) in enumerate(group):
             packed = nn.Parameter(PackedWeight(matrix, place, own), own.requires_grad)
-            done.append((own, packed, layers))
+            buffers = held.get(_address(own), [])
+            done.append((own, packed, layers, buffers))
             _put(packed, own, layers)
-            own.data = matrix.memory if tied else own.data.new_empty(0)
+            for module, name in buffers:
+                module._buffers[name] = packed
+            own.data = own.data.new_empty(0) if matrix.packed else matrix.memory
     for weight in {p for module in modules for p in module._parameters.values() if type(p) is nn.Parameter}:
-        if weight.untyped_storage().data_ptr() not in held:
+        if _address(weight) not in held:
             weight.data = weight.data.clone()  # else a file stays mapped for what is left of it
 
 
-def _groups(modules: list[nn.Module], held: set[int]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
+def _address(weight: Tensor) -> int:
+    return weight.untyped_storage().data_ptr()
+
+
+def _groups(modules: list[nn.Module], held: dict[int, _Buffers]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
     """Weights that one linear layer reads, perhaps beside an embedding, with these modules; siblings' together.
 
-    held: memory that somebody else reads, too.
+    held: buffers by memory. A weight of which a buffer is a part stays as it is.
     """
     readers = defaultdict(list)
     for module in dict.fromkeys(modules):
@@ -105,7 +116,8 @@ def _groups(modules: list[nn.Module], held: set[int]) -> list[list[tuple[nn.Para
                 continue
             layers = readers.pop(weight, [])  # once: a layer may have several parents
             alone = layers and all(each is layer or type(each) is nn.Embedding for each in layers)
-            if alone and weight.dtype in dtypes and weight.untyped_storage().data_ptr() not in held:
+            buffers = held.get(_address(weight), ())
+            if alone and weight.dtype in dtypes and all(getattr(m, n).shape == weight.shape for m, n in buffers):
                 free[name] = weight, layers
         for names in _SIBLINGS:
             if all(name in free and free[name][1][0].bias is None for name in names):
@@ -122,10 +134,13 @@ def _put(weight: nn.Parameter, before: nn.Parameter, layers: list[nn.Module]) ->
 
 
 def _restore(done: list[_Packed]) -> None:
-    """Give the layers their own parameters, with the current values."""
-    for own, packed, layers in done:
+    """Give the layers their own parameters, with the current values, and heads the same memory."""
+    for own, packed, layers, buffers in done:
         own.data, own.grad = packed.plain().clone(), packed.grad
         _put(own, packed, layers)
+        for module, name in buffers:
+            if module._buffers[name] is packed:
+                module._buffers[name] = own.detach()
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], *rest: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.errors import ModelChangedError
-from specdec.ops.packed_weight import FEWEST_ROWS, Matrix, PackedWeight
+from specdec.ops.packed_weight import FEWEST_ROWS, Matrix, PackedWeight, blocks_of
 
 DTYPES = [
     torch.float32,
@@ -24,6 +25,9 @@ DTYPES = [
         ),
     ),
 ]
+BLOCKS = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="other blocks, from which no rows are read"
+)
 SHAPES = [(7, 5), (100, 33), (576, 1536), (1024, 576)]
 
 
@@ -34,6 +38,17 @@ def layers(dtype: torch.dtype, shape: tuple[int, int] = (100, 33), tied: bool = 
         plain = nn.Linear(shape[1], shape[0]).to(dtype)
     packed = copy.deepcopy(plain)
     matrix = Matrix([packed.weight.data], tied)
+    packed.register_parameter("weight", nn.Parameter(PackedWeight(matrix, 0, packed.weight)))
+    return packed, plain
+
+
+def embeddings(dtype: torch.dtype, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """An embedding whose weight is packed, and an equal one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = nn.Embedding(*shape).to(dtype)
+    packed = copy.deepcopy(plain)
+    matrix = Matrix([packed.weight.data], tied=True)
     packed.register_parameter("weight", nn.Parameter(PackedWeight(matrix, 0, packed.weight)))
     return packed, plain
 
@@ -72,6 +87,60 @@ def test_inputs_of_any_form(dtype: torch.dtype) -> None:
     x = inputs(6, 66, dtype=dtype)
     for own in (x[0, :33], x[:1, None, :33], x[:, ::2], x[:0, :33], x[:, :33].reshape(2, 3, 33), x[:2].view(4, 33)):
         torch.testing.assert_close(packed(own), plain(own), rtol=0.02, atol=0.02)
+
+
+@BLOCKS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 32), (320, 576), (49152, 64)])
+@torch.inference_mode()
+def test_rows_of_an_embedding_are_read_from_the_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    embedding, plain = embeddings(dtype, shape)
+    assert embedding.weight.matrix.packed
+    every = torch.arange(shape[0]).flip(0)
+    for ids in (every, every[:1], every[:0], every[:6].view(1, 2, 3), torch.tensor(5), every[:8].int()):
+        found = embedding(ids)
+        assert found.dtype == dtype and torch.equal(found, plain(ids)) and found.stride() == plain(ids).stride()
+    for outside in (-1, shape[0]):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([3, outside]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(100, 32), (128, 33), (192, 39)])
+@torch.inference_mode()
+def test_an_embedding_whose_blocks_are_laid_out_otherwise_stays_plain(shape: Any, dtype: torch.dtype) -> None:
+    embedding, plain = embeddings(dtype, shape)
+    assert not embedding.weight.matrix.packed
+    assert torch.equal(embedding(torch.arange(100)), plain(torch.arange(100)))
+
+
+@BLOCKS
+def test_another_layout_of_oneDNN_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 32 rows, as without AVX-512."""
+    weight = torch.randn(128, 32)
+    other = weight.view(4, 32, 32).mT.contiguous()
+    real = Matrix([weight], tied=True).memory
+    assert blocks_of(real, weight) is not None
+    monkeypatch.setattr("specdec.ops.packed_weight.ONEDNN", SimpleNamespace(data_ptr=lambda _: other.data_ptr()))
+    assert blocks_of(real, weight) is None
+
+
+@BLOCKS
+def test_an_embedding_is_written_and_has_gradients() -> None:
+    embedding, plain = embeddings(torch.float32, (64, 32))
+    ids = torch.tensor([3, 60, 3])
+    for each in (embedding, plain):
+        each(ids).square().sum().backward()
+    assert torch.equal(embedding.weight.grad, plain.weight.grad)
+    with torch.no_grad():
+        for each in (embedding, plain):
+            each.weight[3] += 1
+        for again in (False, True):
+            if again:
+                embedding.weight.matrix.pack()
+            assert torch.equal(embedding(ids), plain(ids))
+        embedding.max_norm = plain.max_norm = 1.0
+        assert torch.equal(embedding(ids), plain(ids)) and torch.equal(embedding.weight.plain(), plain.weight)
 
 
 def test_gradients_and_an_optimiser_see_through_it() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fakes import eagle3_head, hf_greedy, tiny_llama, wrap
 from torch import nn
 
@@ -15,7 +16,11 @@ from specdec import SpeculativeModel
 from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.ops.packed_weight import ONEDNN, PackedWeight
 from specdec.wrapped import linears
+from specdec.wrapped.alterations import Alterations
 
+BLOCKS = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="other blocks, from which no rows are read"
+)
 PROMPT = [5, 9, 2, 40, 7, 1, 33, 8, 5, 9, 2, 40, 7, 1, 33, 8, 4]
 
 
@@ -44,15 +49,49 @@ def test_tokens_are_the_models_own_with_and_without_drafts(num_drafts: int) -> N
     assert tokens(wrapped) == hf_greedy(PROMPT, 24)
 
 
-def test_a_tied_weight_stays_where_the_embedding_reads_it() -> None:
+@BLOCKS
+@pytest.mark.parametrize("num_drafts", [None, 0, 3])
+def test_a_tied_weight_is_one_copy_for_embedding_lm_head_and_draft_head(num_drafts: int | None) -> None:
+    """None: without a head."""
     model = tied_llama()
     right = tokens(wrap(copy.deepcopy(model)))
-    wrapped = wrap(model, cpu_linears="packed")
+    head: Any = None if num_drafts is None else eagle3_head(model)
+    wrapped = wrap(model, head, num_speculative_tokens=num_drafts or 0, cpu_linears="packed")
     weight: Any = model.lm_head.weight
-    assert weight is model.model.embed_tokens.weight and not weight.matrix.packed
-    assert wrapped.describe()["linears"] == "29 of 29 by oneDNN, 28 in its layout"
+    assert weight is model.model.embed_tokens.weight and weight.matrix.packed
+    assert wrapped.describe()["linears"] == "29 of 29 by oneDNN, 29 in its layout"
     assert wrapped.describe()["parameters"] == sum(p.numel() for p in tied_llama().parameters())
-    assert tokens(wrapped) == right
+    assert head is None or head.target_embedding is weight
+    assert tokens(wrapped) == right and weight.matrix.packed  # nothing made it plain meanwhile
+
+
+@BLOCKS
+def test_a_head_reads_new_weights_and_has_the_targets_memory_after_close() -> None:
+    model = tied_llama()
+    head: Any = eagle3_head(model)
+    wrapped = wrap(model, head, num_speculative_tokens=3, cpu_linears="packed")
+    new = tied_llama()
+    with torch.no_grad():
+        new.lm_head.weight.mul_(-1.5)
+    wrapped.update_weights(new.state_dict())
+    ids = torch.tensor([3, 5])
+    with torch.inference_mode():
+        assert model.lm_head.weight.matrix.packed
+        assert torch.equal(F.embedding(ids, head.target_embedding), new.lm_head.weight[ids])
+    wrapped.close()
+    assert torch.equal(head.target_embedding, new.lm_head.weight) and not head.target_embedding.requires_grad
+    assert type(head.target_embedding) is torch.Tensor
+    assert head.target_embedding.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_a_weight_of_which_a_head_reads_a_part_stays_plain() -> None:
+    model = tied_llama()
+    head: Any = eagle3_head(model)
+    head.target_embedding = model.model.embed_tokens.weight.detach()[:60]
+    alterations = Alterations(model)
+    linears.pack_linears([model, head], alterations)
+    assert type(model.lm_head.weight) is nn.Parameter and type(head.target_embedding) is torch.Tensor
+    alterations.undo()
 
 
 def test_close_gives_the_model_back() -> None:
@@ -103,13 +142,14 @@ def test_a_layer_with_two_parents_is_laid_out_once() -> None:
     assert not packed(model) and tokens(wrap(model)) == right
 
 
-def test_a_weight_that_a_head_reads_too_stays() -> None:
+@BLOCKS
+def test_an_lm_head_that_a_head_reads_too_is_packed_for_both() -> None:
     model = tiny_llama()
-    head = eagle3_head(model)
+    head: Any = eagle3_head(model)
     head.register_buffer("target_lm_head", model.lm_head.weight.detach(), persistent=False)
     wrapped = wrap(model, head, cpu_linears="packed")
-    assert wrapped.describe()["linears"] == "28 of 29 by oneDNN, 28 in its layout"
-    assert head.target_lm_head.data_ptr() == model.lm_head.weight.data_ptr()
+    assert wrapped.describe()["linears"] == "29 of 29 by oneDNN, 29 in its layout"
+    assert head.target_lm_head is model.lm_head.weight
     assert tokens(wrapped) == hf_greedy(PROMPT, 24)
 
 
