@@ -180,11 +180,11 @@ def draft_of(model: str, draft: str, options: LoadOptions) -> str | None:
     Raises:
         InvalidInputError: no head is wanted, and the model is one.
     """
-    from specdec.loading.names import BUILTIN_HEADS, builtin_name, pair_of
+    from specdec.loading.names import head_for, pair_of
 
     if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
         raise InvalidInputError(_NO_TARGET.format(model, pair.target))
-    auto_without_head = draft == "auto" and builtin_name(model) not in BUILTIN_HEADS
+    auto_without_head = draft == "auto" and head_for(model, options.gguf_file) is None
     return None if draft == "none" or auto_without_head else draft
 
 

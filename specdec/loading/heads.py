@@ -23,7 +23,7 @@ from drafters.vocab import ids_of, most_frequent
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
-from specdec.loading.names import AUTO_HEAD, BUILTIN_HEADS, builtin_name, misspelt_draft, resolve
+from specdec.loading.names import AUTO_HEAD, head_for, misspelt_draft, resolve
 from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
@@ -118,8 +118,8 @@ def split_draft(draft: Any) -> tuple[Any, bool]:
     return (heads[0] if heads else None), True
 
 
-def resolve_head(draft: str | Path, target_name: str | None) -> str:
-    """The head's folder or hub name; "auto" is the head built in with the target.
+def resolve_head(draft: str | Path, target_name: str | None, gguf_file: str | None = None) -> str:
+    """The head's folder or hub name; "auto" is the head built in for the target.
 
     Raises:
         HeadLoadError: the target has no built-in head, or the name is a misspelling of a word or of a built-in head.
@@ -128,7 +128,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
         if reason := misspelt_draft(draft):
             raise HeadLoadError(f"cannot load the head {str(draft)!r}: {reason}")
         return resolve(draft)
-    head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
+    head = head_for(target_name, gguf_file)
     if head is None:
         raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
     return resolve(head)
@@ -204,7 +204,7 @@ def load_head(
     path: str | Path | PreTrainedModel = draft
     if family is None:
         if not isinstance(draft, PreTrainedModel):
-            path = resolve_head(draft, None if target is None else target.name)
+            path = resolve_head(draft, *(None, None) if target is None else (target.name, target.gguf_file))
         family = family_of(path)
     elif target is None:
         raise HeadLoadError(

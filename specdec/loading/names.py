@@ -25,6 +25,8 @@ AUTO_HEAD = "auto"
 """The head that belongs to what was given as the target: a built-in one's, or the head itself that was given alone."""
 BUILTIN_HEADS = {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
 """Built-in targets, and the head that draft="auto" means for each."""
+PUBLISHED_HEADS = {"SmolLM2-135M-Instruct": "smollm2-135m-eagle3"}
+"""The same of published targets, known by how the last part of their name begins: on the hub, of a folder or a file."""
 
 DRAFT_WORDS = {
     AUTO_HEAD: "the built-in head",
@@ -153,6 +155,16 @@ def builtin_name(target: str | Path | None) -> str | None:
         return None
     folder = Path(resolve(target)).resolve()
     return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
+
+
+def head_for(target: str | Path | None, gguf_file: str | None = None) -> str | None:
+    """The built-in head for a target, by its name; None where there is none. Raises as `find_gguf`."""
+    if target is None:
+        return None
+    if (own := builtin_name(target)) is not None:
+        return BUILTIN_HEADS.get(own)
+    name = Path(find_gguf(resolve(target), gguf_file)[1] or target).name.lower()
+    return next((head for known, head in PUBLISHED_HEADS.items() if name.startswith(known.lower())), None)
 
 
 def is_available(target: str) -> bool:

@@ -28,6 +28,7 @@ from specdec.loading.names import (
     GSM_LLAMA,
     builtin_names,
     builtin_path,
+    head_for,
     misspelt,
     misspelt_draft,
 )
@@ -67,7 +68,7 @@ def test_a_misspelt_name_is_refused_with_the_right_one(
     """Before the hub is asked; a folder of such a name is a folder."""
     right = name.replace("lama", "llama").replace("_", "-")
     message = (
-        rf"cannot load the .*{name}.*did you mean '{right}'\? Built in are gsm-deepseek, gsm-llama, gsm-llama-eagle3;"
+        rf"cannot load the .*{name}.*did you mean '{right}'\? Built in are gsm-deepseek, gsm-llama, gsm-llama-eagle3, smollm2-135m-eagle3;"
     )
     with pytest.raises(ModelLoadError, match=message):
         specdec.SpeculativeModel.from_pretrained(name)
@@ -93,6 +94,36 @@ def test_a_misspelt_word_of_draft_is_refused_with_the_right_one(name: str, words
     with pytest.raises(HeadLoadError, match=words):
         resolve_head(name, "gsm-llama")
     assert misspelt_draft("someone/mpt") == misspelt_draft("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B") == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "head"),
+    [
+        ("gsm-llama", "gsm-llama-eagle3"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-eagle3"),
+        ("someone/SmolLM2-135M-Instruct-GGUF", "smollm2-135m-eagle3"),
+        ("folder/smollm2-135m-instruct", "smollm2-135m-eagle3"),
+        ("HuggingFaceTB/SmolLM2-135M", None),
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", None),
+        ("gsm-llama-eagle3", None),
+        (None, None),
+    ],
+)
+def test_the_head_that_auto_means_for_a_name(target: str | None, head: str | None) -> None:
+    assert head_for(target) == head
+
+
+def test_the_head_that_auto_means_for_a_gguf_file(tmp_path: Path) -> None:
+    """By the file's name, given whole, by its folder, or beside that; never by the folder's name."""
+    file = tmp_path / "SmolLM2-135M-Instruct.Q8_0.gguf"
+    file.write_bytes(b"")
+    for target, name in ((file, None), (tmp_path, None), (tmp_path, file.name)):
+        assert head_for(target, name) == "smollm2-135m-eagle3"
+        assert resolve_head("auto", str(target), name) == str(builtin_path("smollm2-135m-eagle3"))
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    other = tmp_path / "SmolLM2-135M-Instruct" / "other.gguf"
+    other.write_bytes(b"")
+    assert head_for(other) is None
 
 
 @pytest.mark.parametrize("name", builtin_names())
