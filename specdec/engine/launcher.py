@@ -110,14 +110,11 @@ class Launcher:
     def may_be_joined(self, launched: LaunchedRound | None) -> bool:
         """Whether requests that came during its draft loop may be in its verification: where it has one, on a CPU.
 
-        No round is sent twice whose rows have arrays of extras, which are made once, or drafts in another order.
+        No round is sent twice whose drafts are in another order than its rows.
         """
-        if launched is None or launched.draft is None or self._queue_verification:
+        if launched is None or launched.draft is None or self._queue_verification or self.group.size > 1:
             return False
-        target = launched.target
-        if any(target.extras) or target.sources is not None:
-            return False
-        return self._scheduler.guests is None and self.group.size == 1
+        return launched.target.sources is None and self._scheduler.guests is None
 
     def joined(self, launched: LaunchedRound) -> LaunchedRound:
         """The round with requests that have come since it was launched, sent again; itself where none can join."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fakes import (
     engine_of,
     examples,
@@ -14,6 +15,7 @@ from fakes import (
     hf_greedy,
     launch_ahead,
     random_prompts,
+    results_of,
     table_head,
     tiny_llama,
     wrap,
@@ -22,7 +24,10 @@ from fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec import Grammar
 from specdec.requests.sampling import SamplingParams
+from tests.hybrids import tiny_hybrid
+from tests.specdec.extensions.grammars.spelled import END, tokenizer
 
 NEW = 14
 PROMPTS = random_prompts((5, 33, 1, 17, 40, 9, 12, 3))
@@ -153,4 +158,39 @@ def test_answers_are_as_alone_whenever_requests_come(
             if update.completion is not None and not temperature:
                 assert wrong_rounds(wrapped.head, update.completion) == []
     assert found == {i: alone(i, temperature, num_drafts) for i in range(len(PROMPTS))}
+    assert free_everywhere(wrapped)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "options": {"repetition_penalty": 1.3, "logprobs": 2},
+    "code": {"logits_processor": [lambda ids, scores: scores + (ids[:, -1:] % 7 == 0) * torch.arange(64) / 9]},
+    "grammar": {"grammar": Grammar.regex("[a-z]{3,20}"), "stop_token_ids": (END,)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mamba2", "qwen3_next"])
+def test_rows_of_every_kind_are_sent_again_as_they_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With log-probabilities, processors, grammars and recurrent states, whose arrays are made once more."""
+    pytest.importorskip("llguidance")
+    model = tiny_llama() if kind == "llama" else tiny_hybrid(kind)
+    own = {"num_speculative_tokens": 3, "max_num_seqs": 4, "tokenizer": tokenizer()}
+    wrapped, other = (wrap(model, table_head(model, 0.2, (1, 2)), **own) for _ in range(2))
+    engine, asked = engine_of(wrapped), [(p, o) for p in PROMPTS[:4] for o in OPTIONS.values()]
+    each = [
+        (p, SamplingParams(**{"max_new_tokens": NEW, "ignore_eos": True, "return_drafts": True} | o)) for p, o in asked
+    ]
+    left, places, found = [*range(len(each))], dict[int, int](), dict[int, Any]()
+    sent = results_of(monkeypatch, type(engine._launcher), "joined")
+    while left or engine.has_work:
+        for update in half(engine) if engine.has_work else ():
+            found[places[update.request_id]] = update.completion
+        if left:
+            (request,), _ = wrapped.stream(*each[left[0]]).hand_over()
+            places[request.submit_to(engine)] = left.pop(0)
+    assert len({len(launched.schedule.rows) for launched in sent}) > 1
+    for (prompt, params), completion in zip(each, (found[i] for i in range(len(each))), strict=True):
+        (right,) = other.generate([prompt], params)
+        assert (completion.token_ids, completion.drafts) == (right.token_ids, right.drafts)
     assert free_everywhere(wrapped)
