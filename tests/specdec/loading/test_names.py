@@ -67,9 +67,8 @@ def test_a_misspelt_name_is_refused_with_the_right_one(
 ) -> None:
     """Before the hub is asked; a folder of such a name is a folder."""
     right = name.replace("lama", "llama").replace("_", "-")
-    message = (
-        rf"cannot load the .*{name}.*did you mean '{right}'\? Built in are gsm-deepseek, gsm-llama, gsm-llama-eagle3, smollm2-135m-eagle3;"
-    )
+    known = ", ".join(builtin_names())
+    message = rf"cannot load the .*{name}.*did you mean '{right}'\? Built in are {known};"
     with pytest.raises(ModelLoadError, match=message):
         specdec.SpeculativeModel.from_pretrained(name)
     with pytest.raises(HeadLoadError, match=message):
