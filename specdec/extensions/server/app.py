@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -126,7 +127,7 @@ class Service:
     def asked(self, data: bytes, chat: bool) -> ReadBody:
         """What a body asks for. Raises Refusal, InvalidInputError."""
         settings = self.settings
-        body = openai.body_of(data, settings.name)
+        body = openai.body_of(data, settings.name, orjson.loads)
         if len(data) > (most := settings.max_grammar_bytes):  # before it is written out, which holds up all threads
             self._check_size("max_grammar_bytes", least_bytes(openai.schema_of(body), most), whole=False)
         use = openai.tools_of(body, chat, self.model.tokenizer, settings.family)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import orjson
 import pytest
 
 from specdec.errors import InvalidInputError
@@ -102,11 +103,12 @@ def test_tool_calls_and_options_of_the_template() -> None:
         request_of({"prompt": "a", "continue_final_message": True}, False)
 
 
-def test_bodies() -> None:
-    assert body_of(b'{"model": null}', "m") == {"model": None} and body_of(b"{}", "m") == {}
+@pytest.mark.parametrize("loads", [json.loads, orjson.loads])
+def test_bodies(loads: Any) -> None:
+    assert body_of(b'{"model": null}', "m", loads) == {"model": None} and body_of(b"{}", "m", loads) == {}
     for data, status in ((b"[" * 200_000, 400), (b'{"seed": ' + b"9" * 5000 + b"}", 400), (b'{"model": "n"}', 404)):
         with pytest.raises(InvalidInputError) as found:
-            body_of(data, "m")
+            body_of(data, "m", loads)
         assert error_of(found.value)[0] == status
     assert error_of(RecursionError("x"))[0] == 400
     status, body = error_of(KeyError("secret"))
