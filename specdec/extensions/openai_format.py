@@ -74,9 +74,7 @@ _STATUS: dict[type[Exception], int] = {
 
 
 def body_of(data: bytes, name: str, loads: Callable[[bytes], Any] = json.loads) -> Json:
-    """The body of a request to the model that is called `name`.
-
-    loads: reads JSON; a quick one, as no other thread runs meanwhile.
+    """The body of a request to the model that is called `name`. loads: reads JSON, while no other thread runs.
 
     Raises:
         InvalidInputError: no JSON object. _UnknownModelError: it asks for another model.
