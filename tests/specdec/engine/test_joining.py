@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import Grammar
+from specdec.engine.launcher import Launcher
 from specdec.requests.sampling import SamplingParams
 from tests.hybrids import tiny_hybrid
 from tests.specdec.extensions.grammars.spelled import END, tokenizer
@@ -182,7 +183,7 @@ def test_rows_of_every_kind_are_sent_again_as_they_are(kind: str, monkeypatch: p
         (p, SamplingParams(**{"max_new_tokens": NEW, "ignore_eos": True, "return_drafts": True} | o)) for p, o in asked
     ]
     left, places, found = [*range(len(each))], dict[int, int](), dict[int, Any]()
-    sent = results_of(monkeypatch, type(engine._launcher), "joined")
+    sent = results_of(monkeypatch, Launcher, "joined")
     while left or engine.has_work:
         for update in half(engine) if engine.has_work else ():
             found[places[update.request_id]] = update.completion
