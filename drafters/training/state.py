@@ -118,9 +118,10 @@ def stalled(config: TrainConfig, history: Sequence[Measurement]) -> bool:
     >>> [stalled(TrainConfig(patience=2), taus[:count]) for count in (1, 2, 3, 4)]
     [False, False, False, True]
     """
-    if config.patience is None:
+    if config.patience is None or len(history) <= config.patience:
         return False
-    return any(m.tau + RISE >= kept(config, history).tau for m in history[: -config.patience])
+    best = kept(config, history).tau
+    return any(m.tau + RISE >= best for m in history[: -config.patience])
 
 
 def kept(config: TrainConfig, history: Sequence[Measurement]) -> Measurement:
