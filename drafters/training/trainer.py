@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +11,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from attention.threads import start_thread
 from drafters.base import Save
 from drafters.errors import TrainingDivergedError
 from drafters.training.data import AnswerSet
 from drafters.training.files import whole_folder
+from drafters.training.lines_of_progress import LinesOfProgress
 from drafters.training.objective import Batch, BatchLoss, Features, evaluate_batch, held_out_batches, training_batches
 from drafters.training.state import (
     Learner,
@@ -36,26 +35,6 @@ from drafters.training.state import (
     save_checkpoint,
     stalled,
 )
-
-LINE_S = 10.0
-
-
-class LinesOfProgress(Progress):
-    """A progress bar; where there is no terminal to draw it on, a line of it every LINE_S seconds."""
-
-    def start(self) -> None:
-        super().start()
-        self._ended = threading.Event()
-        if not self.console.is_terminal and not self.disable:
-            start_thread(self._print_lines)
-
-    def stop(self) -> None:
-        self._ended.set()
-        super().stop()
-
-    def _print_lines(self) -> None:
-        while not self._ended.wait(LINE_S):
-            self.console.print(self.get_renderable())
 
 
 class TrainingDisplay(LinesOfProgress):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from drafters.training.trainer import LinesOfProgress
+from drafters.training.lines_of_progress import LinesOfProgress
 from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import FEW, Json
 from evals.runs.answers import Answer

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attention.errors import named_error
-from drafters.training.trainer import LinesOfProgress
+from drafters.training.lines_of_progress import LinesOfProgress
 from specdec.errors import InvalidInputError
 from specdec.extensions.batches.lines import Line, lines_of, look_through
 from specdec.extensions.batches.records import Record, row_number

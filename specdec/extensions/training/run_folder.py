@@ -16,7 +16,7 @@ from rich.console import Console
 
 from attention.errors import named_error
 from drafters.training.data import AnswerSet, answer_set
-from drafters.training.trainer import LinesOfProgress
+from drafters.training.lines_of_progress import LinesOfProgress
 from specdec import run_files
 from specdec.errors import InvalidInputError, RunFolderError
 from specdec.model import SpeculativeModel

@@ -21,7 +21,7 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import RunFolderError, TrainingDivergedError
 from drafters.oracle import oracle_drafts
-from drafters.training import trainer
+from drafters.training import lines_of_progress, trainer
 from drafters.training.data import answer_set
 from drafters.training.files import whole_folder
 from drafters.training.objective import Features
@@ -306,7 +306,7 @@ def test_the_warm_up_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "LINE_S", 0.02)
+    monkeypatch.setattr(lines_of_progress, "LINE_S", 0.02)
     shown = {}
     for is_terminal in (False, True):
         console = Console(file=io.StringIO(), width=100, force_terminal=is_terminal)

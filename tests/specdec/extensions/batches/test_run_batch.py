@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from drafters.training import trainer
+from drafters.training import lines_of_progress
 from specdec.errors import InvalidInputError, OutputError, RoundFailedError
 from specdec.extensions.batches.lines import Line, lines_of
 from specdec.extensions.batches.records import Record, records
@@ -114,7 +114,7 @@ def test_a_full_disk_ends_the_run_which_goes_on_afterwards(tmp_path: Path, monke
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "LINE_S", 0.01)
+    monkeypatch.setattr(lines_of_progress, "LINE_S", 0.01)
     source, shown = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}), io.StringIO()
 
     def slowly(lines: Iterable[Line]) -> Iterator[Record]:
