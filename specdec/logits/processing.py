@@ -295,23 +295,25 @@ def _begin(subject: Subject) -> int:
     return subject.prompt_len + forced
 
 
-def _by_the_user(scores: Tensor, rows: LogitsRows, own: RequestProcessors) -> None:
-    own.apply(rows.prefixes.ids, rows.lens.tolist(), scores[:, :-1])
+def _by_the_user(scores: Tensor, rows: LogitsRows, option: str) -> None:
+    """Of each request by its own: views of its rows, which are neighbours, because a gather for each takes longer than
+    a processor."""
+    each = [cast(RequestProcessors, getattr(subject.params, option)) for subject in rows.subjects]
+    for own, index in groupby(range(len(each)), each.__getitem__):
+        at = list(index)
+        part = slice(at[0], at[-1] + 1)
+        own.apply(rows.prefixes.ids[part], rows.lens[part].tolist(), scores[part, :-1])
 
 
-def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: RequestProcessors | TokenIds) -> None:
-    """own: of one request, or which objects are called for the rows of all requests that have them."""
-    if isinstance(own, RequestProcessors):
-        _by_the_user(scores, rows, own)
-        return
-    each = [cast(RequestProcessors, subject.params.logits_processor) for subject in rows.subjects]
-    ids = rows.prefixes.tails(int(rows.lens.max()))
-    padded = torch.where(ids == NOBODY, rows.prefixes.ids[:, :1], ids)
-    if not call_together(each[0].together, padded, scores[:, :-1]):
-        for processors, index in groupby(range(len(each)), each.__getitem__):
-            at = list(index)
-            part = slice(at[0], at[-1] + 1)
-            processors.apply(rows.prefixes.ids[part], rows.lens[part].tolist(), scores[part, :-1])
+def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: str | TokenIds) -> None:
+    """own: the option, or which objects are called for the rows of all requests that have them."""
+    if not isinstance(own, str):
+        ids = rows.prefixes.tails(int(rows.lens.max()))
+        padded = torch.where(ids == NOBODY, rows.prefixes.ids[:, :1], ids)
+        first = cast(RequestProcessors, rows.subjects[0].params.logits_processor)
+        if call_together(first.together, padded, scores[:, :-1]):
+            return
+    _by_the_user(scores, rows, "logits_processor")
 
 
 def _filtered(scores: Tensor, rows: LogitsRows, filters: Filters) -> None:
@@ -343,9 +345,9 @@ def _first_token(subject: Subject) -> Hashable:
 
 
 def _processors(subject: Subject) -> Hashable:
-    """Of its own, or the objects, by identity, that are called once for all requests which have them."""
+    """The option, or by identity the objects that are called once for all requests which have them."""
     own = subject.params.logits_processor
-    return isinstance(own, RequestProcessors) and (tuple(map(id, own.together)) or own)
+    return isinstance(own, RequestProcessors) and (tuple(map(id, own.together)) or "logits_processor")
 
 
 RULES: tuple[Rule, ...] = (
@@ -358,7 +360,7 @@ RULES: tuple[Rule, ...] = (
     (_value("encoder_no_repeat_ngram_size"), partial(_ngrams, in_prompt=True)),
     (_bad_words, _sequence_bias),
     (_set("min_length", "min_new_tokens"), _no_end_yet),
-    (lambda subject: subject.params.prefix_allowed_tokens_fn, _by_the_user),
+    (lambda subject: subject.params.prefix_allowed_tokens_fn and "prefix_allowed_tokens_fn", _by_the_user),
     (_first_token, _forced_first),
     (_value("forced_eos_token_id"), _forced_last),
     (_set("remove_invalid_values"), _finite),
