@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.synthetic import SAMPLED
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.user_code import row_wise
 
 
 def _favour_even(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,7 @@ ASKS: dict[str, dict[str, Any]] = {
     },
     "logprobs": {"logprobs": 5},
     "processor": {"logits_processor": _favour_even},
+    "batched-processor": {"logits_processor": row_wise(_favour_even, batched=True)},
     "one-processor": {"logits_processor": _favour_even},
 }
 """What every row of a batch asks for, or its first one alone, by name."""

@@ -5,9 +5,11 @@
 
 `rounds`: milliseconds of a step. `calls`: of whole calls of so many requests, from nothing to the last token, with the
 options that a load has by default. SIZES in the environment: a JSON object of other options, and of "weights",
-"layers" and "held" (see `benchmarks.shapes.random_pair`), "calls" (counts) and "long" (longest prompt of 48 more
-calls). The process ends at the file HELD/NAME.end. Only what both checkouts have is called. A line of the result has
-the ratio of both in a turn, as a geometric mean with its 95 % interval (Student's t over turns).
+"layers" and "held" (see `benchmarks.shapes.random_pair`), "calls" (counts), "long" (longest prompt of 48 more calls),
+"mixed" (how many of the lengths that `benchmarks.bench_serving` has) and "poisson" (how many that arrive at 12 a
+second, of which the p99 between two updates is measured). The process ends at the file HELD/NAME.end. Only what both
+checkouts have is called. A line of the result has the ratio of both in a turn, as a geometric mean with its 95 %
+interval (Student's t over turns).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import numpy as np
 ROWS, PROMPT, NEW_TOKENS = (1, 8, 32), 512, 160
 CALLS, CALL = (1, 8, 32, 128), (512, 256)
 """Requests of a call, and the tokens of a prompt and of an answer."""
+MIXED = (64, 1024), (32, 384)
+"""Shortest and longest prompts and answers of the mixed workload."""
 MOMENTS = tuple((rows, temperature) for temperature in (0.0, 1.0) for rows in ROWS)
 HELD = Path("/tmp/held")
 
@@ -69,17 +73,19 @@ def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
     import numpy as np
     import torch
 
-    from benchmarks.serving import all_at_once
+    from benchmarks.serving import all_at_once, served
     from benchmarks.shapes import random_pair
     from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
-    from benchmarks.workload import Load
+    from benchmarks.workload import Load, between_updates
     from specdec.model import SpeculativeModel
 
     sizes, place = json.loads(os.environ.get("SIZES", "{}")), torch.device("cuda")
     long, calls = sizes.pop("long", 0), sizes.pop("calls", CALLS)
+    mixed, poisson = sizes.pop("mixed", 0), sizes.pop("poisson", 0)
     weights = sizes.pop("weights", "model"), sizes.pop("layers", None), sizes.pop("held", 0)
     pair = random_pair(shape, torch.bfloat16, place, *weights)
-    length = max(CALL[0], long) + CALL[1] + 16
+    torch.cuda.empty_cache()  # experts were in bfloat16 first; the next process needs the room
+    length = max(max(CALL[0], long) + CALL[1], sum(ends[1] for ends in MIXED)) + 16
     made: Any = SpeculativeModel.from_pretrained
     limits = {
         "max_model_len": length,
@@ -94,6 +100,8 @@ def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
     decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), place))
     loads = {f"{n} calls": Load(n, (CALL[0],) * 2, (CALL[1],) * 2) for n in calls}
     loads |= {"48 long calls": Load(48, (long // 4, long), (CALL[1],) * 2)} if long else {}
+    loads |= {f"{mixed} mixed calls": Load(mixed, *MIXED)} if mixed else {}
+    arriving = Load(poisson, *MIXED, rate=12.0)
 
     def once() -> dict[str, float]:
         found = {}
@@ -102,6 +110,10 @@ def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
             first = [line.moments[0] - line.arrived for line in lines]
             found[name] = 1e3 * max(line.moments[-1] - line.arrived for line in lines)
             found |= {f"{name}, first token": 1e3 * min(first), f"{name}, last first token": 1e3 * max(first)}
+            found[f"{name}, after the last first token"] = found[name] - 1e3 * max(first)
+        if poisson:
+            lines = served(model, arriving.arrivals(vocab))
+            found[f"{poisson} at 12/s, p99 between updates"] = between_updates(lines)["update_ms_p99"]
         return found
 
     return once
