@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from hypothesis import strategies as st
 from specdec import Grammar
 from specdec.engine.launcher import Launcher
 from specdec.requests.sampling import SamplingParams
+from tests.drafters.test_conformance import nearly_bigram
 from tests.hybrids import tiny_hybrid
+from tests.mtp_cases import tiny
 from tests.specdec.extensions.grammars.spelled import END, tokenizer
 
 NEW = 14
@@ -194,4 +197,35 @@ def test_rows_of_every_kind_are_sent_again_as_they_are(kind: str, monkeypatch: p
     for (prompt, params), completion in zip(each, (found[i] for i in range(len(each))), strict=True):
         (right,) = other.generate([prompt], params)
         assert (completion.token_ids, completion.drafts) == (right.token_ids, right.drafts)
+    assert free_everywhere(wrapped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("modules", [0, 1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_modules_and_a_small_model_draft_as_alone(
+    modules: int, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their loops read what a round sends in other ways. modules: 0, a small draft model."""
+    if modules:
+        case = nearly_bigram(tiny("deepseek_v3", modules=modules, context=0.02))
+        model, draft = case.model, case.write(tmp_path)
+    else:
+        model, draft = tiny_llama(), tmp_path
+        tiny_llama(context=0.1).save_pretrained(tmp_path)
+    own = {"num_speculative_tokens": 3, "max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 4}
+    wrapped, other = (wrap(model, str(draft), **own) for _ in range(2))
+    engine, left = engine_of(wrapped), [*range(len(PROMPTS))]
+    places, found = dict[int, int](), dict[int, Any]()
+    sent = results_of(monkeypatch, Launcher, "joined")
+    while left or engine.has_work:
+        for update in [*(half(engine) if engine.has_work else ()), *engine.step()]:
+            found[places[update.request_id]] = update.completion
+        if left:
+            i = left.pop(0)
+            places[engine.submit(PROMPTS[i], params(i, temperature))] = i
+    assert sent
+    for i, prompt in enumerate(PROMPTS):
+        (right,) = other.generate([prompt], params(i, temperature))
+        assert (found[i].token_ids, found[i].drafts) == (right.token_ids, right.drafts), i
     assert free_everywhere(wrapped)
