@@ -16,7 +16,7 @@ from specdec.loading.progress import startup_progress
 from specdec.options.load_options import LoadArguments, LoadOptions, with_load_options
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
-from specdec.requests.shown import model_html, model_line, with_bar
+from specdec.requests.shown import model_line, with_bar
 from specdec.requests.submission import Params, Score, Submission, check_each, scores, submissions, to_be_scored
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
@@ -413,7 +413,7 @@ class SpeculativeModel:
             leader.end()
         dismantle(self, FREED)
 
-    __repr__, _repr_html_, __reduce_ex__ = model_line, model_html, refuse_copy
+    __repr__, __reduce_ex__ = model_line, refuse_copy
 
     def __enter__(self) -> Self:
         return self

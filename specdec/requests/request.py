@@ -17,7 +17,7 @@ from specdec.errors import ModelChangedError, RequestFailedError, SpecdecError
 from specdec.interrupts import raised_again, raised_twice
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.shown import completion_html, completion_line
+from specdec.requests.shown import completion_line
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
 from specdec.requests.user_code import RequestCriteria, UserCodeError
@@ -70,9 +70,6 @@ class Completion:
 
     def __repr__(self) -> str:
         return completion_line(self.text, len(self.token_ids), self.finish_reason, self.pooled.tau)
-
-    def _repr_html_(self) -> str:
-        return completion_html(self)
 
 
 class Progress(NamedTuple):

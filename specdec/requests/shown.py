@@ -1,11 +1,10 @@
-"""How parameters, completions, statistics and models are shown: in one line, as HTML in notebooks, and as a bar."""
+"""How parameters, completions, statistics and models are shown: in one line, and as a bar."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -34,67 +33,20 @@ def completion_line(text: str, num_tokens: int, reason: str, tau: float) -> str:
     return f"Completion({shown!r}, {num_tokens} tokens, {reason}, {tau_words(tau)})"
 
 
-def html_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A table of names and values, for a notebook; `title` and all cells are text."""
-    cells = "".join(
-        f'<tr><th style="text-align:left">{escape(name)}</th><td style="text-align:left;white-space:pre-wrap">'
-        f"{escape(value)}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table><caption>{escape(title)}</caption>{cells}</table>"
-
-
-def completion_html(completion: Any) -> str:
-    """A `Completion` as a table: its text, how it ended, acceptance and times."""
-    stats = completion.stats
-    pooled = completion.pooled
-    per_second = (stats.new_tokens - 1) / stats.decode_s if stats.decode_s > 0 and stats.new_tokens > 1 else None
-    rows = [
-        ("text", completion.text),
-        ("ended", f"{completion.finish_reason}{' by max_model_len' if completion.truncated_by else ''}"),
-        ("tokens", f"{stats.prompt_tokens} of the prompt, {stats.new_tokens} new"),
-        (
-            "acceptance",
-            f"{tau_words(pooled.tau)}, {pooled.rounds} rounds, {pooled.accepted} of {pooled.drafted} drafts",
-        ),
-        ("seconds", f"{stats.queue_s:.2f} waiting, {stats.prefill_s:.2f} prompt, {stats.decode_s:.2f} decoding"),
-    ]
-    return html_table("Completion", rows if per_second is None else [*rows, ("tokens/s", f"{per_second:.1f}")])
-
-
 def model_line(model: Any) -> str:
-    """A `SpeculativeModel` in a line."""
-    return f"SpeculativeModel({', '.join(value for _, value in _model_rows(model)[:6])})"
-
-
-def model_html(model: Any) -> str:
-    """A `SpeculativeModel` as a table."""
-    return html_table("SpeculativeModel", _model_rows(model))
-
-
-def _model_rows(model: Any) -> list[tuple[str, str]]:
-    """What it is, in the order of its line and more; whatever state it is in, also after `close`."""
+    """A `SpeculativeModel` in a line; whatever state it is in, also after `close`."""
     named = getattr(model.checkpoint, "name", None) or model.hf_model.name_or_path or type(model.hf_model).__name__
     name = Path(str(named)).name if Path(str(named)).is_absolute() else str(named)
-    device = f"{dtype_name(model.dtype)} on {model.device}"
     stats = model.engine_stats
     config = model.config
-    served = ("served", f"{tau_words(stats.tau)} in {stats.requests} requests" if stats.requests else "no requests yet")
-    if "engine" not in vars(model):
-        return [("target", name), ("state", "closed"), served]
-    heads = [] if model.head is None else [type(model.head).__name__]
-    return [
-        ("target", name),
-        ("head", " and ".join([*heads, *(e.drafts for e in config.extras if e.drafts)]) or "no head"),
-        ("drafts", f"K={config.num_speculative_tokens}"),
-        ("runs as", device),
-        ("attention", model.backend_name),
-        served,
-        ("CUDA graphs", model.graphs),
-        ("sizes", f"{config.max_num_seqs} requests at once, of up to {config.max_model_len:,} tokens"),
-        ("prefix cache", model.prefix_caching),
-        ("new tokens", f"{stats.new_tokens:,}"),
-    ]
+    shown = [name, "closed"]
+    if "engine" in vars(model):
+        heads = [] if model.head is None else [type(model.head).__name__]
+        drafts = " and ".join([*heads, *(e.drafts for e in config.extras if e.drafts)]) or "no head"
+        device = f"{dtype_name(model.dtype)} on {model.device}"
+        shown = [name, drafts, f"K={config.num_speculative_tokens}", device, model.backend_name]
+    served = f"{tau_words(stats.tau)} in {stats.requests} requests" if stats.requests else "no requests yet"
+    return f"SpeculativeModel({', '.join([*shown, served])})"
 
 
 def with_bar(stream: Any, hidden: bool = False) -> Iterator[tuple[int, Any]]:
