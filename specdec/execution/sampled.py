@@ -15,11 +15,17 @@ from drafters.base import Head
 from drafters.loops.base import Chosen, FixedLoop
 from drafters.loops.head_passes import target_ids_of
 from specdec.acceptance.accept import accept_greedy
-from specdec.acceptance.judge import keyed_ids
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.draws import DraftPlaces, Filtered, Proposal, accept_drafts, draw_drafts, filter_rows, inverse_map
-from specdec.ops.greedy_rows import greedy_ids
-from specdec.requests.noise import perturbed
+from specdec.ops.draws import (
+    DraftPlaces,
+    Filtered,
+    Proposal,
+    accept_drafts,
+    draw_drafts,
+    draw_keyed,
+    filter_rows,
+    inverse_map,
+)
 from specdec.rounds.transfer import DeviceSampling
 
 
@@ -74,10 +80,9 @@ class SampledDrafts:
         sampling = self._sampling.first(rows)
         seeds = self._sampling.seed
         at = (self._accepted[:rows] + step + 1).clamp(max=seeds.shape[1] - 1)
-        scores = perturbed(chosen.logits, sampling.tensors, seeds[:rows].gather(1, at[:, None])[:, 0], self._target_ids)
-        ids = greedy_ids(scores)  # of greedy rows as before
-        chosen.ids.copy_(ids)
-        self._drafts[:rows, step] = ids if self._target_ids is None else self._target_ids[ids]
+        own, drafts = seeds[:rows].gather(1, at[:, None])[:, 0], self._drafts[:rows, step]
+        ids = draw_keyed(chosen.logits, chosen.ids, sampling.tensors, own, target_ids=self._target_ids, out=drafts)
+        chosen.ids.copy_(ids)  # of greedy rows as before
 
     @property
     def in_half_precision(self) -> bool:
@@ -144,12 +149,13 @@ def decide_sampled(
         logits: [T, V]; greedy: [T] int64 their arg max; index: [J, n+1] int64 into them.
         num_drafts: [J]. sampling: parameters of J rows, for n drafts or more. proposal: None if every draft was greedy.
     """
-    if sampling.seed is not None:
-        decided = accept_greedy(result.drafts, num_drafts, keyed_ids(logits, index, sampling))
-        again = PackedResult.pack(decided.num_accepted, decided.next_token, result.drafts)
-        result.packed.copy_(torch.where((sampling.tensors.temperature == 0)[:, None], result.packed, again.packed))
-        return
     rows = index.reshape(-1)
+    if sampling.seed is not None:
+        seeds = sampling.seed[:, : index.shape[1]].reshape(-1)
+        ids = draw_keyed(logits, greedy, sampling.tensors, seeds, index=rows)
+        decided = accept_greedy(result.drafts, num_drafts, ids.view_as(index))
+        result.packed.copy_(PackedResult.pack(decided.num_accepted, decided.next_token, result.drafts).packed)
+        return
     filtered = Filtered.empty(len(rows), device=logits.device)
     filter_rows(logits, greedy, sampling.tensors, filtered, index=rows)
     accept_drafts(

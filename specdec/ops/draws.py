@@ -153,6 +153,25 @@ def draw_drafts(
     launch_drafts(logits, ids, sampling.columns, uniform, step, out.stats, num_accepted, beside)
 
 
+def draw_keyed(
+    logits: Tensor, peaks: Tensor, sampling: Parameters, seeds: Tensor, *,
+    index: Tensor | None = None, target_ids: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The draws [R] int64 of rows by the noise of their positions, as the arg max of `perturbed`; greedy rows' arg max.
+
+    Args:
+        logits, peaks, sampling, index: as in `filter_rows`; a row has the same bits whatever else is in the batch.
+        seeds: [R] int64. target_ids: [V] int64, the tokens whose noise it is.
+        out: [R] int64 of any stride, gets the draws as these.
+    """
+    from specdec.ops.greedy_kernel import launch_greedy
+
+    filtered = Filtered.empty(len(seeds), device=logits.device)
+    filter_rows(logits, peaks, sampling, filtered, index=index)
+    noise = (index, sampling.temperature, sampling.min_p, filtered.stats, seeds.contiguous())
+    return launch_greedy(logits, target_ids, out, noise)
+
+
 def accept_drafts(
     logits: Tensor, index: Tensor, filtered: Filtered, sampling: Parameters, num_drafts: Tensor,
     accept_uniform: Tensor, next_uniform: Tensor, packed: Tensor, proposal: Proposal | None = None,

@@ -1,7 +1,8 @@
 """Triton kernels of greedy rows: arg max, drafts into a verification, acceptance. Imported on CUDA only.
 
-The arg max takes two launches, over chunks of a row and then over chunks: torch's own keeps only few multiprocessors
-busy with few rows (37 µs for 6 rows of 128,256 in bfloat16 on an H200).
+Of a sampled row it can be the arg max of scores with noise that is keyed by position: that is the row's draw. It takes
+two launches, over chunks of a row and then over chunks: torch's own keeps only few multiprocessors busy with few rows
+(37 µs for 6 rows of 128,256 in bfloat16 on an H200).
 
 Placing and acceptance read the drafts where the draft loop keeps them, in the order of the round before; in torch they
 are `fill_drafts` and `judge_greedy` of `specdec/acceptance/judge.py`, a dozen launches. They are specialised on no
@@ -17,24 +18,54 @@ from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import block_of, load_where, long_program_id
+from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
 _PART = 4096
+_SMALL = tl.constexpr(2.0**-6)
+
+
+@triton.jit
+def _gumbel(seed, ids):  # type: ignore[no-untyped-def]
+    """As `specdec.requests.noise.gumbel`."""
+    x = seed.to(tl.uint64) + ids.to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    w = tl.maximum(((x ^ (x >> 31)) >> 1).to(tl.float32) * 2.0**-63, 2.0**-64)
+    series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w / 5))))  # 1 - w has too few bits of a small w
+    return -tl.log(tl.where(w < _SMALL, series, -tl.log(1 - w)))
 
 
 @triton.jit
 def _parts_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
-    best_ptr,  # [T, chunks] float32
-    place_ptr,  # [T, chunks] int32
-    vocab, row_stride,
+    best_ptr,  # [R, chunks] float32
+    place_ptr,  # [R, chunks] int32
+    index_ptr,  # [R] int64 or None
+    temperature_ptr,  # [J] float32, or None where all rows are greedy
+    min_p_ptr,  # [J] float32
+    stats_ptr,  # [R, 4] float32
+    seeds_ptr,  # [R] int64
+    ids_ptr,  # [V] int64 or None
+    per, vocab, row_stride,
     PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row, part = long_program_id(0), tl.program_id(1)
     column = block_of(part, PART)  # [PART]
     inside = column < vocab
-    x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)  # [PART]
+    source = row if index_ptr is None else tl.load(index_ptr + row)
+    logits_ptr += source * row_stride + column
+    x = tl.load(logits_ptr, mask=inside, other=float("-inf")).to(tl.float32)  # [PART]
     x = tl.where(x != x, float("inf"), x)  # torch's arg max takes a NaN for the largest
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row // per)
+        if temperature != 0:
+            stats = load_stats(stats_ptr + row * 4)
+            x = load_logits(logits_ptr, inside)
+            p = probability(x, column, stats, LOG2E / temperature, tl.load(min_p_ptr + row // per))
+            ids = column if ids_ptr is None else load_where(ids_ptr + column, inside)
+            scaled = tl.where(x == stats[0], 0.0, (x - stats[0]) / temperature)
+            x = tl.where(p > 0, scaled + _gumbel(tl.load(seeds_ptr + row), ids), float("-inf"))
     # Of equal logits the lowest id, inside a part and among parts, so that the result does not depend on the parts.
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     to = row * tl.num_programs(1) + part
@@ -65,18 +96,28 @@ def _best_kernel(  # type: ignore[no-untyped-def]
         tl.store(mapped_ptr + row * mapped_stride, token)
 
 
-def launch_greedy(logits: Tensor, target_ids: Tensor | None = None, mapped: Tensor | None = None) -> Tensor:
-    """logits [T >= 1, V], columns side by side -> [T] int64.
+def launch_greedy(
+    logits: Tensor,
+    target_ids: Tensor | None = None,
+    mapped: Tensor | None = None,
+    noise: tuple[Tensor | None, ...] = (None,) * 5,
+) -> Tensor:
+    """logits [T >= 1, V], columns side by side -> [R] int64, R = T without an index.
 
-    mapped: [T] int64 of any stride, gets the same ids, or target_ids [V] of them.
+    mapped: [R] int64 of any stride, gets the same ids, or target_ids [V] of them. noise: an index [R] or None, and
+        temperature [J], min_p [J], stats [R, 4] and seeds [R], see `draw_keyed`.
     """
-    rows, vocab = logits.shape
+    _, temperature, _, _, seeds = noise
+    rows, vocab = len(logits if seeds is None else seeds), logits.shape[1]
+    per = 1 if temperature is None else rows // len(temperature)
     parts, options = triton.cdiv(vocab, _PART), dependent_launch(logits.device)
     best = logits.new_empty(rows, parts, dtype=torch.float32)
     place = logits.new_empty(rows, parts, dtype=torch.int32)
     out = logits.new_empty(rows, dtype=torch.int64)
     with CompiledAtOnce():  # tokens are indices
-        _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
+        _parts_kernel[(rows, parts)](
+            logits, best, place, *noise, target_ids, per, vocab, logits.stride(0), PART=_PART, num_warps=8, **options
+        )
         _best_kernel[(rows,)](
             best, place, out, mapped, target_ids, parts, 0 if mapped is None else mapped.stride(0),
             MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options,

@@ -13,7 +13,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import specdec.ops.draws_kernel
 import specdec.ops.filters_kernel
-from specdec.ops.draws import DraftPlaces, Filtered, draw_drafts, filter_rows, inverse_map
+import specdec.ops.greedy_kernel
+from specdec.ops.draws import DraftPlaces, Filtered, draw_drafts, draw_keyed, filter_rows, inverse_map
+from specdec.requests.noise import perturbed
 from specdec.requests.target_probs import draw, target_probs
 from tests.specdec.ops.test_filters import CPU, assert_decided, check, filtered, parameters
 
@@ -29,6 +31,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_PART": 32, "_SUMS_TILE": 16, "_SHARE": 16, "_PROGRAMS": 2}.items():
         monkeypatch.setattr(specdec.ops.filters_kernel, name, value)
     monkeypatch.setattr(specdec.ops.draws_kernel, "_PART", 32)
+    monkeypatch.setattr(specdec.ops.greedy_kernel, "_PART", 32)
 
 
 def drawn(logits: torch.Tensor, rows: list[tuple[float, int, float, float]], uniform: torch.Tensor) -> list[int]:
@@ -104,3 +107,34 @@ def test_the_draft_ids_of_all_tokens() -> None:
 def test_a_verification_of_few_tokens() -> None:
     """Accepted, rejected and none; q of a head that knows some tokens, in another order of rows."""
     assert_decided(2, VOCAB, 20)
+
+
+KINDS = [NONE, (0.7, 20, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.3, 0, 1.0, 0.1), (2.0, 40, 0.9, 0.05)]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_keyed_draws_are_the_arg_max_with_noise(mapped: bool) -> None:
+    """Of rows in any order, several of a request, with a NaN and a banned token; of a greedy row the arg max."""
+    width, params = 3, parameters(KINDS)
+    index = torch.randperm(40)[: width * len(KINDS)]
+    logits, seeds = torch.randn(40, VOCAB) * 2, torch.randint(-(2**62), 2**62, (len(index), 2))[:, 1]
+    logits[:, 7] = BANNED
+    tokens = torch.randperm(5 * VOCAB)[:VOCAB].sort().values if mapped else None
+    out = torch.full((len(index), 2), -7)
+    owner = torch.arange(len(KINDS)).repeat_interleave(width)
+    right = perturbed(logits[index], params.rows(owner), seeds, tokens).argmax(1)
+    given = {"index": index, "target_ids": tokens, "out": out[:, 1]}
+    assert torch.equal(draw_keyed(logits, logits.argmax(1), params, seeds, **given), right)
+    assert torch.equal(out[:, 1], right if tokens is None else tokens[right]) and bool((out[:, 0] == -7).all())
+    assert bool((right != logits[index].argmax(1)).any())
+    logits[:, 7] = torch.nan  # of the first two requests, which are sampled
+    found = draw_keyed(logits, logits.nan_to_num(-9).argmax(1), params, seeds, index=index)
+    right = perturbed(logits[index].nan_to_num(BANNED), params.rows(owner), seeds).argmax(1)
+    assert torch.equal(found[: 2 * width], right[: 2 * width])
+
+
+def test_noise_of_the_kernel_is_that_of_every_seed() -> None:
+    """Flat rows: the winner's noise is near the largest there can be, where a small w must keep its bits."""
+    seeds, logits = torch.arange(40), torch.zeros(40, VOCAB)
+    found = draw_keyed(logits, logits.argmax(1), parameters([NONE] * 40), seeds)
+    assert torch.equal(found, perturbed(logits, parameters([NONE] * 40), seeds).argmax(1))
