@@ -11,7 +11,6 @@ another winner, `near ties` counts those whose scores lie within 1e-3, `edges` t
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
+from benchmarks.document import publish
 from specdec import SamplingParams, SpeculativeModel
 from specdec.requests.noise import gumbel
 from specdec.rounds.randomness import Role, position_bits, request_key
@@ -206,10 +206,7 @@ def main(names: tuple[str, ...], requests: int, drafts: str, seed: int, out: Pat
     for name in names or (*BUILT_IN, *TINY):
         line = soak(name, requests, [int(k) for k in drafts.split(",")], seed)
         wrong += line["wrong"]
-        print(json.dumps(line), flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        publish(line, out, append=True)
     sys.exit(bool(wrong))
 
 
