@@ -188,7 +188,8 @@ class LoadOptions:
     draft_sampling: str = _option(
         "probabilistic",
         Choice(DRAFT_SAMPLING),
-        "Drafts of sampled requests: drawn from the head's distribution, or its most probable token (greedy).",
+        "Drafts of sampled requests: drawn from the head's distribution (with keyed sampling by the noise of their "
+        "positions), or its most probable token (greedy).",
         _NO_TRAINING,
     )
     tensor_parallel_size: int = _option(

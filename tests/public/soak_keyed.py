@@ -148,11 +148,12 @@ def pair(name: str, sizes: dict[str, Any]) -> tuple[Callable[..., SpeculativeMod
     return loaded, double, prompts, end
 
 
-def soak(name: str, requests: int, drafts: Sequence[int], seed: int) -> dict[str, Any]:
-    """Numbers of one model."""
+def soak(name: str, requests: int, drafts: Sequence[int], seed: int, ranks: int) -> dict[str, Any]:
+    """Numbers of one model. ranks: processes of a built-in one."""
     started, rng = time.perf_counter(), random.Random(f"{seed} {name}")
     sizes: dict[str, Any] = {"sampling": "keyed", "max_num_seqs": 6, "max_num_batched_tokens": 56}
     sizes |= {"kv_cache_tokens": 160, "max_model_len": 96, "page_size": 4}
+    sizes |= {"tensor_parallel_size": ranks} if ranks > 1 else {}
     wrapped, double, prompts, end = pair(name, sizes)
     vocab, law = double.get_output_embeddings().weight.shape[0], Law(double, end)
     asked = [asked_of(rng, rng.choice(prompts), vocab, end) for _ in range(requests)]
@@ -190,7 +191,7 @@ def soak(name: str, requests: int, drafts: Sequence[int], seed: int) -> dict[str
                 else:
                     judged(i, other, [place])
     seconds = round(time.perf_counter() - started, 1)
-    return {"benchmark": "soak_keyed", "model": name, "requests": requests, "K": list(drafts), **counts,
+    return {"benchmark": "soak_keyed", "model": name, "requests": requests, "K": list(drafts), "ranks": ranks, **counts,
             "first problems": problems[:4], "seconds": seconds}  # fmt: skip
 
 
@@ -199,12 +200,13 @@ def soak(name: str, requests: int, drafts: Sequence[int], seed: int) -> dict[str
 @click.option("--requests", default=100, show_default=True)
 @click.option("--drafts", default="0,1,3,5,8", show_default=True, help="K, the first one 0.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--ranks", default=1, show_default=True, help="Processes that a built-in model is divided among.")
 @click.option("--out", type=click.Path(path_type=Path))
-def main(names: tuple[str, ...], requests: int, drafts: str, seed: int, out: Path | None) -> None:
+def main(names: tuple[str, ...], requests: int, drafts: str, seed: int, ranks: int, out: Path | None) -> None:
     """Run it."""
     wrong = 0
     for name in names or (*BUILT_IN, *TINY):
-        line = soak(name, requests, [int(k) for k in drafts.split(",")], seed)
+        line = soak(name, requests, [int(k) for k in drafts.split(",")], seed, ranks)
         wrong += line["wrong"]
         publish(line, out, append=True)
     sys.exit(bool(wrong))
