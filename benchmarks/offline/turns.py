@@ -5,11 +5,11 @@
 
 `rounds`: milliseconds of a step. `calls`: of whole calls of so many requests, from nothing to the last token, with the
 options that a load has by default. SIZES in the environment: a JSON object of other options, and of "weights",
-"layers" and "held" (see `benchmarks.shapes.random_pair`), "calls" (counts), "long" (longest prompt of 48 more calls),
-"mixed" (how many of the lengths that `benchmarks.bench_serving` has) and "poisson" (how many that arrive at 12 a
-second, of which the p99 between two updates is measured). The process ends at the file HELD/NAME.end. Only what both
-checkouts have is called. A line of the result has the ratio of both in a turn, as a geometric mean with its 95 %
-interval (Student's t over turns).
+"layers" and "held" (see `benchmarks.shapes.random_pair`); for rounds of "rows" and "top_p", for calls of "calls"
+(counts), "long" (longest prompt of 48 more calls), "mixed" (how many of the lengths that `benchmarks.bench_serving`
+has) and "poisson" (how many that arrive at 12 a second, of which the p99 between two updates is measured). The process
+ends at the file HELD/NAME.end. Only what both checkouts have is called. A line of the result has the ratio of both in a
+turn, as a geometric mean with its 95 % interval (Student's t over turns).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ CALLS, CALL = (1, 8, 32, 128), (512, 256)
 """Requests of a call, and the tokens of a prompt and of an answer."""
 MIXED = (64, 1024), (32, 384)
 """Shortest and longest prompts and answers of the mixed workload."""
-MOMENTS = tuple((rows, temperature) for temperature in (0.0, 1.0) for rows in ROWS)
 HELD = Path("/tmp/held")
 
 
@@ -48,24 +47,30 @@ def rounds_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
     from specdec.model import SpeculativeModel
     from specdec.requests.sampling import SamplingParams
 
-    pair, length = random_pair(shape, torch.bfloat16, torch.device("cuda")), PROMPT + NEW_TOKENS + 32
-    limits = {"max_model_len": length, "max_num_seqs": max(ROWS), "kv_cache_tokens": max(ROWS) * length}
+    sizes = json.loads(os.environ.get("SIZES", "{}"))
+    every, drawn = sizes.pop("rows", ROWS), {"top_p": sizes.pop("top_p", 1.0)}
+    weights = sizes.pop("weights", "model"), sizes.pop("layers", None), sizes.pop("held", 0)
+    pair = random_pair(shape, torch.bfloat16, torch.device("cuda"), *weights)
+    torch.cuda.empty_cache()  # experts were in bfloat16 first; the next process needs the room
+    length = PROMPT + NEW_TOKENS + 32
+    limits = {"max_model_len": length, "max_num_seqs": max(every), "kv_cache_tokens": max(every) * length}
     tokens = {"max_num_batched_tokens": 8192, "max_num_prefill_tokens": 8192, "page_size": 16, "cuda_graphs": True}
     made: Any = SpeculativeModel.from_pretrained
     model = made(
-        pair.target, pair.head, num_speculative_tokens=drafts, tokenizer=Tokenizer(), enable_prefix_caching=False,
-        **limits, **tokens,
+        pair.target, pair.head if drafts else None, num_speculative_tokens=drafts, tokenizer=Tokenizer(),
+        enable_prefix_caching=False, **limits | tokens | sizes,
     )  # fmt: skip
     read, vocab = Moments(), pair.target.config.get_text_config().vocab_size
     model.engine.executor.reads.after_read = read.note
 
     def once(rows: int, temperature: float) -> float:
         options = {"temperature": temperature, "ignore_eos": True, "cache_prefix": False, "seed": 0}
-        params = [SamplingParams(NEW_TOKENS, **options)] * rows
+        params = [SamplingParams(NEW_TOKENS, **options | (drawn if temperature else {}))] * rows
         found = measure(model, read, prompts(rows, (PROMPT, PROMPT), vocab), params, 1)
         return float(found[0]["step_ms_median"])
 
-    return lambda: {named(*moment): once(*moment) for moment in MOMENTS}
+    moments = [(rows, temperature) for temperature in (0.0, 1.0) for rows in every]
+    return lambda: {named(*moment): once(*moment) for moment in moments}
 
 
 def calls_of(shape: str, drafts: int) -> Callable[[], dict[str, float]]:
