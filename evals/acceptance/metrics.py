@@ -76,7 +76,7 @@ def _read(key: str, entry: dict[str, Any]) -> Metric:
 
 
 _ENTRIES = read_tables("evals", "acceptance/metrics.toml")
-METRICS: tuple[Metric, ...] = tuple(_read(key, entry) for key, entry in _ENTRIES.items())
+METRICS: Mapping[str, Metric] = {key: _read(key, entry) for key, entry in _ENTRIES.items()}
 
 _POSITIONS = {
     "conditional": (
@@ -97,7 +97,7 @@ _POSITIONS = {
     ),
 }
 DEFINITIONS = {
-    **{metric.key: metric.definition for metric in METRICS},
+    **{key: metric.definition for key, metric in METRICS.items()},
     **{kind: definition for kind, (definition, _, _) in _POSITIONS.items()},
     "histogram": "Rounds by the number of accepted drafts that were kept.",
 }

@@ -157,7 +157,7 @@ def differences(
     resampling = Resampling(len(left), seed)
     found = _by_section(lambda metric: resampling.difference(metric, *sums), False)
     joined = {**sums[1], **{f"base_{name}": column for name, column in sums[0].items()}}
-    found["timing"]["speed_ratio"] = _value(resampling.value(_by_key("speedup"), joined))
+    found["timing"]["speed_ratio"] = _value(resampling.value(METRICS["speedup"], joined))
     return found
 
 
@@ -174,18 +174,14 @@ def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Config
 def _question(answer: Answer, arm: Configuration) -> Json:
     sums = question_sums(answer, arm.k)
     return {
-        "tau": _finite(float(_by_key("tau").of(sums))),
+        "tau": _finite(float(METRICS["tau"].of(sums))),
         "rounds": sums["rounds"],
         "drafted": sums["drafted"],
         "accepted": sums["accepted"],
         "new_tokens": [len(turn.token_ids) for turn in answer.turns],
         "finish_reasons": [turn.finish_reason for turn in answer.turns],
-        "timing": {"wall_s": sums["wall_s"], "tokens_per_s": _finite(float(_by_key("tokens_per_s").of(sums)))},
+        "timing": {"wall_s": sums["wall_s"], "tokens_per_s": _finite(float(METRICS["tokens_per_s"].of(sums)))},
     }
-
-
-def _by_key(key: str) -> Metric:
-    return next(metric for metric in METRICS if metric.key == key)
 
 
 def _positions(sums: Columns, resampling: Resampling, k: int) -> Json:
@@ -216,9 +212,9 @@ def _metrics(runs: Sequence[Columns], resampling: Resampling, has_baseline: bool
 def _by_section(value: Callable[[Metric], Value], has_baseline: bool) -> Json:
     """The values of all metrics that can be had, those of times apart."""
     found: Json = {"metrics": {}, "timing": {}}
-    for metric in METRICS:
+    for key, metric in METRICS.items():
         if has_baseline or not metric.baseline:
-            found["timing" if metric.timing else "metrics"][metric.key] = _value(value(metric))
+            found["timing" if metric.timing else "metrics"][key] = _value(value(metric))
     return found
 
 

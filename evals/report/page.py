@@ -182,7 +182,7 @@ def render(document: Json) -> str:
     return template.render(
         document=document,
         settings=settings,
-        metrics=METRICS,
+        metrics=METRICS.values(),
         metric_parts=metric_parts(),
         predicted=predicted,
         pictures=_pictures(document),

@@ -85,8 +85,8 @@ OTHERS = "As other tools count"
 
 def metric_parts() -> list[tuple[str, list[Metric]]]:
     """(title, metrics): the main ones, without a title, and the others."""
-    main = sorted((metric for metric in METRICS if metric.key in MAIN), key=lambda metric: MAIN.index(metric.key))
-    return [("", main), (OTHERS, [metric for metric in METRICS if metric.key not in MAIN])]
+    others = [metric for key, metric in METRICS.items() if key not in MAIN]
+    return [("", [METRICS[key] for key in MAIN]), (OTHERS, others)]
 
 
 def decimals(value: float, questions: int, most: int = 3) -> int:
@@ -156,8 +156,8 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
     for text in cautions(document):
         console.print(text, style="yellow")
     if explain:
-        labels = {metric.key: metric.label for metric in METRICS}
-        named = {labels.get(key, key.replace("_", " ")): text for key, text in document["definitions"].items()}
+        definitions = document["definitions"].items()
+        named = {METRICS[key].label if key in METRICS else key.replace("_", " "): text for key, text in definitions}
         print_definitions(console, named)
     else:
         text = "what each number means: --explain; [low, high]: 95 % interval over the questions"
@@ -286,9 +286,9 @@ def untried(prediction: Json, size: str) -> str:
 
 def _difference_table(found: Json, questions: int) -> Table:
     table = _table("", "difference")
-    labels = {metric.key: metric for metric in METRICS}
     for key, value in {**found["metrics"], **found["timing"]}.items():
-        label, digits = (labels[key].label, labels[key].digits) if key in labels else ("speed, ratio of totals", 3)
+        metric = METRICS.get(key)
+        label, digits = (metric.label, metric.digits) if metric else ("speed, ratio of totals", 3)
         table.add_row(label, show(value, digits, questions))
     return table
 

@@ -14,8 +14,6 @@ from evals.runs.answers import Answer, Turn
 from evals.runs.conversations import Configuration, Work, run_chunk
 from specdec.requests.stats import RoundRecord
 
-BY_KEY = {metric.key: metric for metric in METRICS}
-
 
 def answer(*turns: list[tuple[int, int, int]], wall: float = 2.0, text_tokens: int = 6) -> Answer:
     made = tuple(
@@ -40,7 +38,7 @@ def total(metric: Metric, sums: dict[str, np.ndarray]) -> float:
 
 
 def value(key: str, sums: dict[str, np.ndarray]) -> float:
-    return total(BY_KEY[key], sums)
+    return total(METRICS[key], sums)
 
 
 def test_hand_worked_example() -> None:
@@ -165,7 +163,7 @@ def test_interval_of_a_difference_is_paired() -> None:
     emitted = rng.integers(50, 500, 100).astype(float)
     left = {"emitted": emitted, "rounds": emitted / 2}
     right = {"emitted": emitted, "rounds": emitted / 2.5}
-    found = Resampling(100, seed=0).difference(BY_KEY["tau"], left, right)
+    found = Resampling(100, seed=0).difference(METRICS["tau"], left, right)
     assert found.estimate == pytest.approx(0.5) and found.high - found.low < 1e-9
 
 
@@ -174,28 +172,27 @@ def test_interval_covers_as_often_as_it_says() -> None:
     rng, inside = np.random.default_rng(5), 0
     for _ in range(200):
         sums = {"accepted": rng.binomial(20, 0.7, 60).astype(float), "drafted": np.full(60, 20.0)}
-        found = Resampling(60, seed=1, draws=400).value(BY_KEY["acceptance_rate"], sums)
+        found = Resampling(60, seed=1, draws=400).value(METRICS["acceptance_rate"], sums)
         inside += found.low <= 0.7 <= found.high
     assert 180 <= inside <= 199
 
 
 def test_one_question_has_no_interval() -> None:
-    found = Resampling(1, seed=0).value(BY_KEY["tau"], {"emitted": np.array([3.0]), "rounds": np.array([2.0])})
+    found = Resampling(1, seed=0).value(METRICS["tau"], {"emitted": np.array([3.0]), "rounds": np.array([2.0])})
     assert found.estimate == 1.5 and np.isnan(found.low)
 
 
 def test_every_metric_has_a_definition_and_known_columns() -> None:
     sums = columns([answer([(1, 1, 2)])], 1, [answer([(0, 0, 1)])])
-    for metric in METRICS:
+    for metric in METRICS.values():
         assert metric.definition.endswith(".") and {*metric.over, *metric.under} <= set(sums)
-    assert len({metric.key for metric in METRICS}) == len(METRICS)
 
 
 def covered(rng: np.random.Generator, questions: int) -> bool:
     """Whether the interval of a rate of 0.7 has it: questions differ, as real ones do."""
     rates = np.clip(rng.normal(0.7, 0.15, questions), 0, 1)
     sums = {"accepted": rng.binomial(200, rates).astype(float), "drafted": np.full(questions, 200.0)}
-    found = Resampling(questions, seed=int(rng.integers(1 << 30)), draws=200).value(BY_KEY["acceptance_rate"], sums)
+    found = Resampling(questions, seed=int(rng.integers(1 << 30)), draws=200).value(METRICS["acceptance_rate"], sums)
     return bool(found.low <= 0.7 <= found.high)
 
 
@@ -224,7 +221,7 @@ def timed(rng: np.random.Generator, runs: int, questions: int) -> list[dict[str,
 def test_the_interval_of_a_speedup_has_the_scatter_of_runs() -> None:
     """Of one run the interval has the questions' scatter alone: it misses another run's number most of the time."""
     pytest.importorskip("scipy")
-    rng, metric = np.random.default_rng(1), BY_KEY["speedup"]
+    rng, metric = np.random.default_rng(1), METRICS["speedup"]
     inside = {"one run": 0, "five": 0}
     for _ in range(100):
         runs, resampling = timed(rng, 5, 25), Resampling(25, seed=0, draws=200)

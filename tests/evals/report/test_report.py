@@ -79,7 +79,7 @@ class Page(HTMLParser):
 def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, sweep((1, 3)))
     text = printed(document)
-    for metric in METRICS:
+    for metric in METRICS.values():
         assert metric.label in text and metric.definition in text
     tau = document["arms"][2]["metrics"]["tau"]
     assert f"{tau['estimate']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}]" in text
@@ -95,7 +95,7 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
     text = page.render(document)
     parsed = Page(text)
     assert parsed.open == []
-    for metric in METRICS:
+    for metric in METRICS.values():
         assert metric.definition in text.replace("&#39;", "'").replace("&lt;", "<")
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 5
     assert not any(tag in ("script", "link", "img", "iframe") for tag, _ in parsed.tags)
@@ -178,7 +178,7 @@ def test_the_headline_says_in_words_what_was_found(document: dict[str, Any], tex
 def test_the_numbers_begin_with_the_main_ones_and_leave_none_out() -> None:
     (_, main), (_, others) = metric_parts()
     assert tuple(metric.key for metric in main) == MAIN and main[0].key == "tau"
-    assert sorted(m.key for m in (*main, *others)) == sorted(m.key for m in METRICS)
+    assert sorted(m.key for m in (*main, *others)) == sorted(METRICS)
 
 
 def test_few_questions_get_two_digits(plant: SimpleNamespace, tmp_path: Path) -> None:
