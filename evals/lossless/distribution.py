@@ -220,11 +220,9 @@ def _places(text: _Text, sampling: Sampling, aims: Sequence[str]) -> list[Place]
 
 def _ratios(text: _Text, probs: Tensor, sampling: Sampling, defect: Defect) -> tuple[np.ndarray, int]:
     """A sample's log likelihood ratio of a defect at each token, and the first token of an answer that counts."""
-    if defect.change is None:  # only the last token can be the bonus token after all drafts
-        before = torch.tensor([text.prompt[-1], *text.answer[:-1]])
-        other, first = defect.residual(probs, (text.ids == before[:, None]).double()), sampling.tokens - 1
-    else:
-        other, first = kept(text.logits, defect.changed(sampling)), 1
+    before = torch.tensor([text.prompt[-1], *text.answer[:-1]])
+    other = defect.instead(probs, text.logits, (text.ids == before[:, None]).double(), sampling)
+    first = 1 if defect.change else sampling.tokens - 1  # only the last token can be the bonus token after all drafts
     inside = probs > 0
     ratio = torch.where(inside, softened(other, probs).clamp(min=1e-12).log(), ENOUGH)
     return (other * ratio).sum(-1).numpy(), first

@@ -55,12 +55,13 @@ class Defect:
     name: str
     change: Callable[[Sampling], Sampling] | None
 
-    def changed(self, sampling: Sampling) -> Sampling:
-        """The sampling that this defect verifies with."""
-        return sampling if self.change is None else self.change(sampling)
+    def instead(self, probs: Tensor, logits: Tensor, is_last: Tensor, sampling: Sampling) -> Tensor:
+        """[..., V] the probabilities of the next token under this defect, in place of the right ones `probs`.
 
-    def residual(self, probs: Tensor, is_last: Tensor) -> Tensor:
-        """[..., V] the probabilities without the last draft; unchanged where it has nothing or everything of them."""
+        is_last: [..., V] 1 at the last draft. Without it `probs` are unchanged where it has nothing or everything.
+        """
+        if self.change is not None:
+            return kept(logits, self.change(sampling))
         left = probs * (1 - is_last)
         total = left.sum(-1, keepdim=True)
         return torch.where(total > 0, left / total, probs)
@@ -130,10 +131,7 @@ class Node:
         ids = probs.nonzero()[:, 0]
         is_last = torch.zeros_like(probs)
         is_last[last] = 1.0
-        others = [
-            one.residual(probs, is_last) if one.change is None else kept(logits, one.changed(sampling))
-            for one in DEFECTS
-        ]
+        others = [one.instead(probs, logits, is_last, sampling) for one in DEFECTS]
         inside = np.stack([other[ids].double().numpy() for other in others], 1)
         return cls.made(ids.numpy(), probs[ids].double().numpy(), inside, _clear(logits, probs, sampling))
 

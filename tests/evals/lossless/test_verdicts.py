@@ -94,7 +94,7 @@ def _tables(place: Place, prefix: Tokens) -> np.ndarray:
     """[defects + 1, V] cumulative probabilities under each defect, and last if all is right."""
     logits = place.logits(prefix)
     right = kept(logits, place.sampling)
-    others = [kept(logits, defect.changed(place.sampling)) for defect in DEFECTS]
+    others = [kept(logits, defect.change(place.sampling) if defect.change else place.sampling) for defect in DEFECTS]
     if prefix:
         left = right.clone()
         left[prefix[-1]] = 0
