@@ -154,7 +154,7 @@ _KEYS = read_tables("drafters", "checkpoints/unread_keys.toml")
 _ALWAYS, _EXPORTERS, _TARGETS = (
     re.compile("".join(_KEYS[kind].split())) for kind in ("always", "exporters", "targets")
 )
-_LAYER_LIST = re.compile(r"\w*(layer_ids|aux_layers|layers_to_capture)")
+_LAYER_LIST = re.compile(r"(.*\.)?\w*(layer_ids|aux_layers|layers_to_capture)")
 
 
 def unread_fields(config: Config, known: Collection[str], layers_are_chosen: bool) -> ResolvedFields:
@@ -167,8 +167,8 @@ def unread_fields(config: Config, known: Collection[str], layers_are_chosen: boo
         HeadLoadError: one of them lists layers in a spelling that is not known, and no other key does.
     """
     unread = {key: value for key, value in _flat(config) if key not in known and value not in (None, False, [], {})}
-    listed = [key for key in unread if _LAYER_LIST.fullmatch(_last(key))]
-    understood = [key for key, value in _flat(config) if key in known and value and _LAYER_LIST.fullmatch(_last(key))]
+    listed = [key for key in unread if _LAYER_LIST.fullmatch(key)]
+    understood = [key for key, value in _flat(config) if key in known and value and _LAYER_LIST.fullmatch(key)]
     if listed and not understood and not layers_are_chosen:
         raise HeadLoadError(
             f"config.json says {_said(unread, listed)}: whether these are layers whose output is read or aux layers is "
@@ -185,18 +185,9 @@ def unread_fields(config: Config, known: Collection[str], layers_are_chosen: boo
 
 def _flat(config: Config) -> list[tuple[str, Any]]:
     """Keys at the top and in the objects that exporters make."""
-    nested = ("eagle_config", "transformer_layer_config")
-    inner = [(f"{key}.{name}", value) for key in nested for name, value in _object(config, key).items()]
+    objects = [(key, config.get(key)) for key in ("eagle_config", "transformer_layer_config")]
+    inner = [(f"{key}.{name}", own[name]) for key, own in objects if isinstance(own, Mapping) for name in own]
     return [*config.items(), *inner]
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _object(config: Config, key: str) -> Config:
-    value = config.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _is(kind: re.Pattern[str], key: str) -> bool:
