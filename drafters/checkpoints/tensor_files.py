@@ -7,7 +7,8 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.errors import HeadLoadError
+from attention.errors import InvalidInputError
+from drafters.errors import HeadLoadError, HeadMismatchError
 
 H = TypeVar("H", bound=torch.nn.Module)
 Json = dict[str, Any]
@@ -82,6 +84,21 @@ _READ = (".json", ".safetensors", ".bin")
 """Endings of the files of a checkpoint that are opened by name."""
 _FOLDER = "a folder"
 _KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "a socket"}
+
+
+@contextmanager
+def naming(place: str | Path) -> Iterator[None]:
+    """Put the name of a checkpoint before what is wrong with it.
+
+    Raises:
+        HeadMismatchError, HeadLoadError: the block raised it, or another InvalidInputError in place of the latter.
+    """
+    try:
+        yield
+    except HeadMismatchError as error:
+        raise HeadMismatchError(f"{place}: {error}") from error
+    except (HeadLoadError, InvalidInputError) as error:
+        raise HeadLoadError(f"{place}: {error}") from error
 
 
 def locate(path: CheckpointPath, revision: str | None = None) -> Path:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attention.backends.limits import dtype_name
-from attention.errors import InvalidInputError
 from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import (
     HeadReport,
@@ -32,6 +31,7 @@ from drafters.checkpoints.tensor_files import (
     StateDict,
     filled,
     locate,
+    naming,
     open_folder,
     read_json,
     write_folder,
@@ -49,7 +49,7 @@ from drafters.eagle3.layout import (
 )
 from drafters.eagle3.overrides import KEYS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
-from drafters.errors import HeadLoadError, HeadMismatchError
+from drafters.errors import HeadLoadError
 from drafters.vocab import check_map, mask_of, most_frequent, offsets_of
 
 _MAPS = ("d2t", "t2d")
@@ -156,22 +156,20 @@ def check_kind(path: CheckpointPath) -> Path:
     config = read_json(folder / "config.json")
     found = detect_by_config(config)
     if found is not None:
-        try:
+        with naming(folder):
             require(found, Layout.EAGLE3, config, ())
-        except HeadLoadError as error:
-            raise HeadLoadError(f"{folder}: {error}") from error
     return folder
 
 
 class HeadFolder(NamedTuple):
     """An opened folder, and the family of its tensors.
 
-    names: tensor names without wrappers' prefixes. stray: stored rotary buffers, which are not read.
+    names: names without wrappers' prefixes -> in the files. stray: stored rotary buffers, which are not read.
     """
 
     folder: CheckpointFolder
     layout: Layout
-    names: list[str]
+    names: Names
     stray: list[str]
 
 
@@ -183,28 +181,24 @@ def open_head(path: CheckpointPath) -> HeadFolder:
     """
     folder = open_folder(check_kind(path))
     files = folder.tensors
-    stray = rotary_buffers(list(files))
+    stray = rotary_buffers(files)
     short = strip_prefixes(name for name in files if name not in stray)
     layout = detect(folder.config, folder.shapes(short))
-    return HeadFolder(folder, layout, list(short), stray)
+    return HeadFolder(folder, layout, short, stray)
 
 
 def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
     found = open_head(path)
-    try:
+    with naming(found.folder.path):
         opened = _resolved(found, target, overrides)
         _check_shapes(opened, target)
-    except HeadMismatchError as error:
-        raise HeadMismatchError(f"{found.folder.path}: {error}") from error
-    except (HeadLoadError, InvalidInputError) as error:
-        raise HeadLoadError(f"{found.folder.path}: {error}") from error
     return opened
 
 
 def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
     folder, config = found.folder, found.folder.config
     written = format_of(config)
-    names = canonical_names([name for name in folder.tensors if name not in found.stray], written.deep_norm)
+    names = canonical_names(found.names, written.deep_norm)
     shapes = folder.shapes(names)
     spec: Eagle3Spec
     ignored = {"ignored tensors": (found.stray, "rotary buffers: they follow from the configuration")}
@@ -238,10 +232,8 @@ def _read_map(opened: _Opened, weights: StateDict) -> Tensor | None:
     d2t = weights.get("d2t")
     if d2t is None:
         return None
-    try:
+    with naming(opened.folder.path):
         check_map(d2t, opened.spec.vocab_size, weights.get("t2d"))
-    except InvalidInputError as error:
-        raise HeadLoadError(f"{opened.folder.path}: {error}") from error
     return d2t.long()
 
 

@@ -6,7 +6,7 @@ Whether an optional module exists is decided by its tensor; a config flag that c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,6 @@ from drafters.checkpoints.config_fields import (
     resolve_windows,
     rope_to_config,
 )
-from drafters.checkpoints.layouts import strip_prefixes
 from drafters.checkpoints.tensor_files import Json
 from drafters.eagle3.formats import Format, flattened, format_of, resolve_aux_layers
 from drafters.eagle3.overrides import (
@@ -48,8 +47,8 @@ _MODELOPT_FLAGS = {
 _ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 
 
-def canonical_names(names: list[str], deep_norm: str) -> dict[str, str]:
-    """Map the head's parameter names to the names in the files, without rotary buffers (`rotary_buffers`).
+def canonical_names(names: Mapping[str, str], deep_norm: str) -> dict[str, str]:
+    """Map the head's parameter names to the names in the files. names: these, by the names without prefixes.
 
     `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm` (SGLang) or
     `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` names the right one.
@@ -58,8 +57,7 @@ def canonical_names(names: list[str], deep_norm: str) -> dict[str, str]:
         HeadLoadError: two tensors are the same parameter.
     """
     canonical: dict[str, str] = {}
-    stray = set(rotary_buffers(names))
-    for short, name in sorted(strip_prefixes(name for name in names if name not in stray).items()):
+    for short, name in sorted(names.items()):
         parameter = _parameter_name(short)
         if parameter in canonical:
             raise HeadLoadError(f"tensors {canonical[parameter]} and {name} are both {parameter}")
@@ -71,7 +69,7 @@ def canonical_names(names: list[str], deep_norm: str) -> dict[str, str]:
     return canonical
 
 
-def rotary_buffers(names: list[str]) -> list[str]:
+def rotary_buffers(names: Iterable[str]) -> list[str]:
     """Stored buffers of rotary embeddings. They follow from the configuration, which takes precedence."""
     return sorted(name for name in names if _ROTARY_BUFFER.fullmatch(name))
 
@@ -199,7 +197,7 @@ def _sizes(config: Config, target: TargetFacts) -> list[ResolvedField]:
         HeadLoadError: a size is missing or no number.
     """
     hidden = read(config, "hidden_size", int)
-    target_hidden = _or_other(config, "target_hidden_size", "target_hidden_size", hidden)
+    target_hidden = _or_other(config, "target_hidden_size", hidden)
     if target_hidden.value != target.hidden_size:
         raise HeadMismatchError(
             f"the head was made for a target of hidden size {target_hidden.value}, this target has {target.hidden_size}"
@@ -219,7 +217,7 @@ def _sizes(config: Config, target: TargetFacts) -> list[ResolvedField]:
         vocab,
         read(config, "intermediate_size", int, mlp_key),
         heads,
-        _or_other(config, "num_kv_heads", "num_key_value_heads", heads),
+        _or_other(config, "num_kv_heads", heads, "num_key_value_heads"),
         read(config, "head_dim", int, default=head_dim, default_source="default: hidden_size / num_heads"),
     ]
 
@@ -242,15 +240,15 @@ def _num_layers(config: Config, shapes: Shapes, target: TargetFacts) -> Resolved
     )
 
 
-def _or_other(config: Config, name: str, key: str, other: ResolvedField) -> ResolvedField:
-    return read(config, name, int, key, default=other.value, default_source=f"default: {other.name}")
+def _or_other(config: Config, name: str, other: ResolvedField, *keys: str) -> ResolvedField:
+    return read(config, name, int, *keys, default=other.value, default_source=f"default: {other.name}")
 
 
 def _vocabulary(config: Config, shapes: Shapes) -> list[ResolvedField]:
     # tie_word_embeddings is not read: it is copied from the target's config.json, and the tensor decides.
     has_lm_head = "lm_head.weight" in shapes
     vocab = read(config, "vocab_size", int)
-    draft = _or_other(config, "draft_vocab_size", "draft_vocab_size", vocab)
+    draft = _or_other(config, "draft_vocab_size", vocab)
     if not has_lm_head and draft.value != vocab.value:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:

@@ -18,6 +18,7 @@ from drafters.checkpoints.tensor_files import (
     Names,
     StateDict,
     filled,
+    naming,
     open_folder,
     write_tensors,
 )
@@ -44,6 +45,7 @@ _SHARED = {
     "transformer.shared_head.output.weight": "lm_head",
 }
 _COMPARED_ROWS = 64
+_BY_FORMAT = MtpConvention()
 
 
 def load_mtp(
@@ -51,7 +53,7 @@ def load_mtp(
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
-    convention: MtpConvention | None = None,
+    convention: MtpConvention = _BY_FORMAT,
 ) -> tuple[MtpHead, ...]:
     """Load modules 0 … M-1 of a checkpoint, ready for inference; usually `path` is the target's own.
 
@@ -66,23 +68,19 @@ def load_mtp(
             its embedding or lm_head differs from the target's.
     """
     folder, form, modules = _opened(path, target)
-    how = convention or MtpConvention()
-    try:
+    with naming(f"{folder.path}: {form.name} module"):
         return tuple(
-            _load_module(folder, form, m, names, target, dtype, device, how) for m, names in enumerate(modules)
+            _load_module(folder, form, m, names, target, dtype, device, convention) for m, names in enumerate(modules)
         )
-    except HeadLoadError as error:
-        raise HeadLoadError(f"{folder.path}: {form.name} module: {error}") from error
 
 
-def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
+def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvention = _BY_FORMAT) -> HeadReport:
     """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
 
     Raises:
         HeadLoadError: the checkpoint has no module.
     """
     folder, form, modules = _opened(path, target)
-    how = convention or MtpConvention()
     fields = [ResolvedField("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, form, names, f"module {m}: " if len(modules) > 1 else "")
@@ -94,12 +92,11 @@ def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvent
     first = {form.rename(rest) for rest in modules[0]}
     experts = {"*.experts.*" for name in first if ".experts." in name}
     by_format, option = f"{form.name} checkpoints are read so", "option mtp_concat"
-    order = "hidden_first" if how.hidden_first(form.hidden_first) else "embedding_first"
+    order = "hidden_first" if convention.hidden_first(form.hidden_first) else "embedding_first"
+    given = "default" if convention.feedback == _BY_FORMAT.feedback else "option mtp_feedback"
     fields += [
-        ResolvedField("concat", order, by_format if how.concat == "auto" else option),
-        ResolvedField(
-            "feedback", how.feedback, "default" if how.feedback == MtpConvention().feedback else "option mtp_feedback"
-        ),
+        ResolvedField("concat", order, by_format if convention.concat == "auto" else option),
+        ResolvedField("feedback", convention.feedback, given),
         by_presence({}, first, "final_norm", "norm.weight"),
         by_presence({}, first, "projection_bias", "eh_proj.bias"),
         by_presence({}, experts, "experts", "*.experts.*"),
@@ -245,8 +242,8 @@ def _load_module(
         attention="full_attention" if form.numbered else attention_of(target.config, module)[0],
     )
     head = MtpHead(spec, target, torch.device("meta"))
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
+    expected = {name: tensor.shape for name, tensor in head.state_dict().items()}
+    check_tensors({name: tensor.shape for name, tensor in weights.items()}, expected)
     # Routing biases stay float32, as transformers keeps them.
     wide = {name: torch.float32 for name in weights if name.endswith("e_score_correction_bias")}
     return filled(head, {name: t.to(device, wide.get(name, dtype)) for name, t in weights.items()})
