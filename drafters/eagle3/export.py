@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -118,15 +118,6 @@ def shares_embedding(head: Eagle3Head, embedding: Tensor, stored: torch.dtype) -
     """
     own = head.embed_tokens.weight if head.spec.own_embed else None
     return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))
-
-
-def with_shared_embedding(head: Eagle3Head, embedding: Tensor) -> Eagle3Head:
-    """The same head with its embedding replaced by the target's, [V, H]."""
-    spec = replace(head.spec, own_embed=False)
-    lm_head = head.lm_head.weight if head.target_lm_head is None else head.target_lm_head
-    made = Eagle3Head(spec, embedding, lm_head, offsets_of(head.target_ids))
-    made.load_state_dict({name: t for name, t in head.state_dict().items() if not name.startswith("embed_tokens.")})
-    return made.eval().requires_grad_(False)
 
 
 def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:

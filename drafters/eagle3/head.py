@@ -157,12 +157,19 @@ class Eagle3Head(nn.Module):
         with device or target_embedding.device:
             self._build_modules()
 
-    def reread(self, spec: Eagle3Spec) -> Eagle3Head:
-        """This head's own tensors under another spec of the same shapes; nothing is copied."""
-        embedding = self.embed_tokens.weight if self.target_embedding is None else self.target_embedding
+    def reread(self, spec: Eagle3Spec, embedding: Tensor | None = None) -> Eagle3Head:
+        """This head's own tensors under another spec of the same shapes; nothing is copied.
+
+        embedding: [V, H] of the target, to share in place of the head's.
+        """
+        state = self.state_dict()
+        if embedding is None:
+            embedding = self.embed_tokens.weight if self.target_embedding is None else self.target_embedding
+        else:
+            state.pop("embed_tokens.weight", None)
         # On "meta" no memory is allocated, and assign=True puts this head's tensors in place of the meta ones.
         other = Eagle3Head(spec, embedding, self.target_lm_head, offsets_of(self.target_ids), torch.device("meta"))
-        other.load_state_dict(self.state_dict(), assign=True)
+        other.load_state_dict(state, assign=True)
         return other.eval().requires_grad_(False)
 
     def _share_target(self, embedding: Tensor, lm_head: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,7 @@ def _sharing(head: Eagle3Head, embedding: Tensor | None, stored: torch.dtype, mi
     Raises:
         InvalidInputError: it has an embedding and no place for it, and the target is not there to say whose it is.
     """
-    from drafters.eagle3.export import problems_of, shares_embedding, with_shared_embedding
+    from drafters.eagle3.export import problems_of, shares_embedding
 
     problems = problems_of(head.spec, "specforge")
     if embedding is None and any(said.startswith("own_embed") for said in problems):
@@ -164,7 +165,7 @@ def _sharing(head: Eagle3Head, embedding: Tensor | None, stored: torch.dtype, mi
         )
     if embedding is None or not shares_embedding(head, embedding, stored):
         return head  # an embedding of its own is refused by name
-    return with_shared_embedding(head, embedding)
+    return head.reread(replace(head.spec, own_embed=False), embedding)
 
 
 def _eagle_head(head: str, target: str | None) -> str:
