@@ -12,6 +12,17 @@ from drafters.rope import RopeSpec
 
 _MOST_SIZE = 2**24
 """Limit of each dimension: shapes are compared with the file's before any weight is made, and must be countable."""
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "target_hidden_size",
+    "draft_vocab_size",
+    "num_layers",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +76,7 @@ class Eagle3Spec:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
-        self.check_layers("EAGLE-3", "target_hidden_size", "draft_vocab_size", "num_layers")
+        self.check_layers("EAGLE-3")
         if self.draft_vocab_size > self.vocab_size:
             raise InvalidInputError(f"draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}")
         if not self.own_embed and self.hidden_size != self.target_hidden_size:
@@ -96,13 +107,9 @@ class Eagle3Spec:
         near = replace(full, window=self.window)
         return tuple(near if layer in self.windowed_layers else full for layer in range(self.num_layers))
 
-    def check_layers(self, kind: str, *more: str) -> None:
-        """Check sizes and layers; kind: of the head, for messages. more: fields that are at least 1, too.
-
-        Raises InvalidInputError.
-        """
-        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-        for name in (*names, *more):
+    def check_layers(self, kind: str) -> None:
+        """Check sizes and layers; kind: of the head, for messages. Raises InvalidInputError."""
+        for name in _SIZES:
             if not 1 <= (size := getattr(self, name)) <= _MOST_SIZE:
                 raise InvalidInputError(f"{name} of an {kind} head must be 1 … {_MOST_SIZE:,}, not {size:,}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
