@@ -61,11 +61,12 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
         os.replace(partial, path)
         _sync_folder(path.parent)
         _remove(old)
-    except (OSError, SafetensorError) as error:
-        _restore(path, partial, old)
-        raise RunFolderError(f"cannot write {path}: {error}") from error
-    except BaseException:  # also Ctrl-C, and errors of the caller's block
-        _restore(path, partial, old)
+    except BaseException as error:  # also Ctrl-C, and errors of the caller's block
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise RunFolderError(f"cannot write {path}: {error}") from error
         raise
 
 
@@ -118,12 +119,6 @@ def _sync_folder(folder: Path) -> None:
         sync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _restore(path: Path, partial: Path, old: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    if old.exists() and not path.exists():
-        os.replace(old, path)
 
 
 def _remove(*folders: Path) -> None:
