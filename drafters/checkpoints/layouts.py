@@ -166,12 +166,9 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     )
 
 
-_UNSERVED = frozenset(
-    {
-        *(layout for layout, _, _ in _NAMED),
-        *(Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS, Layout.MTP_OTHER),
-    }
-)
+_UNSERVED = {layout for layout, _, _ in _NAMED} | {
+    *(Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS, Layout.MTP_OTHER),
+}
 _SERVED = "this kind of head is not supported: take an EAGLE-3 head, or draft='mtp' where the target has a module"
 
 
