@@ -118,7 +118,6 @@ class Conversation:
                 for update in stream:
                     shown += update.text
                     click.echo(update.text, nl=False)
-                    sys.stdout.flush()
                     if update.completion is not None:
                         self.done.append(update.completion)
         except KeyboardInterrupt:

@@ -137,7 +137,6 @@ def _write_json(
             done.append(completion)
             named = {} if ids[index] is None else {"id": ids[index]}
             click.echo(json.dumps(named | {"index": index} | _record(completion), ensure_ascii=False), file=file)
-            file.flush()
     return done
 
 
@@ -159,7 +158,6 @@ def _print_one(model: SpeculativeModel, prompt: Any, params: SamplingParams) -> 
     done = []
     for update in model.stream([prompt], params):
         click.echo(update.text, nl=False)
-        sys.stdout.flush()
         if update.completion is not None:
             done.append(update.completion)
     click.echo()
