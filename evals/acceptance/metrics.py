@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -41,8 +40,8 @@ class Metric:
     key: str
     label: str
     definition: str
-    over: tuple[str, ...]
-    under: tuple[str, ...]
+    over: Sequence[str]
+    under: Sequence[str]
     offset: float = 0.0
     timing: bool = False
     baseline: bool = False
@@ -70,13 +69,8 @@ class Metric:
         return np.asarray(self.offset + ratio)
 
 
-def _read(key: str, entry: dict[str, Any]) -> Metric:
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
-    return Metric(key, **values)
-
-
 _ENTRIES = read_tables("evals", "acceptance/metrics.toml")
-METRICS: Mapping[str, Metric] = {key: _read(key, entry) for key, entry in _ENTRIES.items()}
+METRICS: Mapping[str, Metric] = {key: Metric(key, **entry) for key, entry in _ENTRIES.items()}
 
 _POSITIONS = {
     "conditional": (
