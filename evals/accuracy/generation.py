@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from lm_eval.models.utils import (
@@ -30,11 +29,10 @@ _LENGTHS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_compl
 _NOT_HERE = frozenset({"max_length", "num_return_sequences"})
 
 
-@cache
-def _of_transformers() -> frozenset[str]:
-    """Fields of GenerationConfig that are honoured, or change nothing."""
-    fields = (name for name in vars(GenerationConfig()) if not name.startswith("_"))
-    return frozenset(name for name in fields if how_served(name) != "refused") - _NOT_HERE
+_OF_TRANSFORMERS = {
+    name for name in vars(GenerationConfig()) if not name.startswith("_") and how_served(name) != "refused"
+} - _NOT_HERE
+"""Fields of GenerationConfig that are honoured, or change nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Generation:
         _check_known(asked)
         _check_length(length, model.config.max_model_len)
         _check_temperature(gen_kwargs, asked)
-        ours = {name: asked.pop(name) for name in set(OFF) - _of_transformers() if name in asked}
+        ours = {name: asked.pop(name) for name in set(OFF) - _OF_TRANSFORMERS if name in asked}
         config = GenerationConfig(**asked, max_new_tokens=length, num_return_sequences=1)
         read = from_generation_config(config, model.hf_model, 0, model.generation_config_use)
         stop = tuple(dict.fromkeys((*read.stop, *(each for each in until if each))))
@@ -138,7 +136,7 @@ def _check_known(asked: Options) -> None:
         raise InvalidInputError(
             f"max_length={asked['max_length']} in gen_kwargs counts the prompt and its padding; give max_gen_toks"
         )
-    known = _of_transformers() | frozenset(OFF)
+    known = _OF_TRANSFORMERS | set(OFF)
     unknown = sorted(set(asked) - known)
     if unknown:
         listed = sorted((known - {"max_new_tokens"}) | _LENGTHS | {"until", "seed"})
