@@ -130,10 +130,10 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
     how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report, "timed": True}
-    results = [_evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms]
+    results = {arm.name: _evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms}
     kept = _asked(store, plan)
-    baseline, fast = (kept[arm.name] for arm in plan.arms)
-    cached = {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
+    baseline, fast = kept.values()
+    cached = {name: found["prefix_cache"] for name, found in results.items()}
     void = why_void(cached, baseline, fast)
     return {
         "schema": "specdec.accuracy",
@@ -145,13 +145,11 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
             "prompts_sha256": digest([a.question_id for a in baseline]),
         },
         "definitions": {**definitions(), "speedup": SPEEDUP, "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
-        "scores": scores(*results),
+        "scores": scores(*results.values()),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed), void) for arm in plan.arms],
         "timing": {"prefix_cache": cached, "void": void},
-        "lm_eval": {
-            arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
-        },
+        "lm_eval": {name: {key: found[key] for key in _KEPT} for name, found in results.items()},
     }
 
 
@@ -234,21 +232,20 @@ def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> Json:
     from scipy.stats import binomtest
 
     n = len(a)
-    only_a = sum(x and not y for x, y in zip(a, b, strict=True))
-    only_b = sum(y and not x for x, y in zip(a, b, strict=True))
-    centre = (only_b - only_a) / (n + 2)
-    spread = only_a + only_b + 1 - (only_b - only_a) ** 2 / (n + 2)
-    half = _Z * math.sqrt(spread) / (n + 2)
+    only_a, only_b = (sum(x and not y for x, y in zip(*pair, strict=True)) for pair in ((a, b), (b, a)))
+    more, either = only_b - only_a, only_a + only_b
+    centre = more / (n + 2)
+    half = _Z * math.sqrt(either + 1 - more**2 / (n + 2)) / (n + 2)
     return {
         "total": n,
         "right_a": sum(a),
         "right_b": sum(b),
         "only_a": only_a,
         "only_b": only_b,
-        "difference": (only_b - only_a) / n,
+        "difference": more / n,
         "low": max(centre - half, -1.0),
         "high": min(centre + half, 1.0),
-        "p_value": float(binomtest(only_b, only_a + only_b, 0.5).pvalue) if only_a + only_b else None,
+        "p_value": float(binomtest(only_b, either, 0.5).pvalue) if either else None,
     }
 
 

@@ -164,9 +164,8 @@ def _run(prepared: Prepared, options: Options) -> None:
 
     worker = Worker({"main": shared.make_spec(options, options["draft"], prepared.plan.k)})
     facts = worker.facts()["main"]
-    prepared = replace(
-        prepared, plan=replace(prepared.plan, k=shared.settle_k(prepared.plan.arms[1], worker.facts()).k)
-    )
+    k = facts["engine"]["num_speculative_tokens"]  # the one asked for, or the draft's own
+    prepared = replace(prepared, plan=replace(prepared.plan, k=k))
     fixed = accuracy.settings(prepared.plan, facts)
     with shared.recorded(options["run_dir"], fixed, prepared.questions, 2) as (store, progress):
         document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
