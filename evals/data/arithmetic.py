@@ -108,21 +108,13 @@ def _attempt(rng: random.Random) -> Problem | None:
     """One problem, or None where no numbers fit."""
     words = _words(rng)
     steps = rng.choice(_STEPS)
-    opening = rng.choice([frame for frame in OPENINGS if len(frame.lines) <= steps])
-    state = _State("", rng.randint(*((4, 60) if opening.lines else (10, 300))), (), (), ())
-    frame = opening
-    while True:
-        found = _apply(rng, frame, state, words)
-        if found is None:
-            return None
-        state = found
-        room = steps - len(found.lines)
-        if room <= 0:
-            break
+    frame = rng.choice([frame for frame in OPENINGS if len(frame.lines) <= steps])
+    state = _apply(rng, frame, _State("", rng.randint(*((4, 60) if frame.lines else (10, 300))), (), (), ()), words)
+    while state is not None and (room := steps - len(state.lines)) > 0:
         events = [f for f in EVENTS if f.needs == state.subject and len(f.lines) <= room and f not in state.used]
-        if not events:
-            return None
-        frame = rng.choice(events)
+        state = _apply(rng, rng.choice(events), state, words) if events else None
+    if state is None:
+        return None
     question = " ".join((*state.sentences, rng.choice(QUESTIONS[state.subject]).format(**words)))
     return Problem(question, "\n".join((*state.lines, f"#### {state.value}")), state.value)
 
