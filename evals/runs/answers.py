@@ -129,15 +129,12 @@ def spec_bench_line(answer: Answer, model_id: str) -> Json:
     }
 
 
-def write_spec_bench(folder: Path, answers: Sequence[Answer], model_id: str) -> list[Path]:
-    """Write one file a configuration into `folder` and return their paths. Answers with an error are left out."""
-    paths = []
+def write_spec_bench(folder: Path, answers: Sequence[Answer], model_id: str) -> None:
+    """Write one file a configuration into `folder`. Answers with an error are left out."""
     for arm in dict.fromkeys(answer.arm for answer in answers):
         own = [spec_bench_line(a, f"{model_id}-{arm}") for a in answers if a.arm == arm and a.error is None]
         path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', arm).strip('-').lower()}.jsonl"
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in own))
-        paths.append(path)
-    return paths
 
 
 def _lengths(turn: Turn) -> list[int]:

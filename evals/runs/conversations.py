@@ -191,7 +191,7 @@ class Worker:
             ignore_eos=True,
             cache_prefix=asking.params.cache_prefix,
         )
-        long = Asking(params, asking.templated, asking.system, asking.seed)
+        long = replace(asking, params=params)
         found = {}
         for size in batch_sizes:
             copies = tuple(Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size))

@@ -194,7 +194,8 @@ def test_spec_bench_and_eagle_formulas_give_the_same_numbers(plant: SimpleNamesp
     runner = executor(plant, main=plant.Model(overshoot=True))
     store = RunStore(tmp_path / "run", settings(plan, runner.facts()))
     document = run(runner, plan, store, lambda a: None)
-    paths = write_spec_bench(tmp_path / "files", list(store.answers.values()), "scripted")
+    write_spec_bench(tmp_path / "files", list(store.answers.values()), "scripted")
+    paths = sorted((tmp_path / "files").iterdir(), reverse=True)
     assert [path.name for path in paths] == ["target-alone.jsonl", "k-3.jsonl"]
     base, fast = ([json.loads(row) for row in path.read_text().splitlines()] for path in paths)
     tokenizer = plant.Tokenizer()
