@@ -95,7 +95,7 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[PromptLine]:
     if prompt is not None and file is not None:
         raise InvalidInputError("both a prompt and --file were given; give one of them")
     if file is not None:
-        return _read_file(file)
+        return read_prompt_file(file)
     if prompt is None and sys.stdin.isatty():
         raise InvalidInputError("no prompt: give it as an argument, through --file, or on standard input")
     text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
@@ -104,16 +104,12 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[PromptLine]:
     return [PromptLine(text)]
 
 
-def read_prompt_file(path: Path) -> list[Any]:
+def read_prompt_file(path: Path) -> list[PromptLine]:
     """Prompts of a .jsonl file, one a line, or one text.
 
     Raises:
         InvalidInputError: it cannot be read, is empty, or a line is no prompt.
     """
-    return [each.prompt for each in _read_file(path)]
-
-
-def _read_file(path: Path) -> list[PromptLine]:
     from drafters.training.data import question_lines, read_text
 
     if path.suffix == ".jsonl":

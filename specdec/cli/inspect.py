@@ -108,7 +108,7 @@ def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as
     from specdec.extensions.head_check.check import check_agreement
     from specdec.loading.tokenizers import as_chats
 
-    prompts = None if file is None else read_prompt_file(file)
+    prompts = None if file is None else [line.prompt for line in read_prompt_file(file)]
     model = load_model(target, "mtp" if head == target else head, load)
     _print(model, check_agreement(model, None if prompts is None else as_chats(model.tokenizer, prompts)), as_json)
 

@@ -159,4 +159,5 @@ def test_a_byte_order_mark_and_fields_that_are_null(tmp_path: Path) -> None:
     file, text = tmp_path / "p.jsonl", tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": null, "question": "a"}\n{"messages": null, "prompt": "b"}\n')
     text.write_bytes(b"\xef\xbb\xbf" + b"abc\n")
-    assert read_prompt_file(file) == ["a", "b"] and read_prompt_file(text) == ["abc"]
+    found = [[line.prompt for line in read_prompt_file(each)] for each in (file, text)]
+    assert found == [["a", "b"], ["abc"]]
