@@ -256,8 +256,8 @@ def branches(sampled: Sampled) -> list[Branch]:
     group = np.zeros(len(tokens), np.int64)
     for depth in range(1, tokens.shape[1]):
         _, group = np.unique(np.stack([group, tokens[:, depth - 1]]), axis=1, return_inverse=True)
-        order = np.argsort(group.ravel(), kind="stable")
         group = group.ravel()
+        order = np.argsort(group, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
             found.append(Branch(tuple(tokens[rows[0], :depth].tolist()), rows, tokens[rows, depth]))
     return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[
