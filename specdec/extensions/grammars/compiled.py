@@ -313,11 +313,9 @@ class GrammarCompiler:
 
     def without(self, banned: Ids) -> np.ndarray:
         """A mask [W] int32 of all tokens but these."""
-        mask = np.full(self.words, -1, np.int32)
-        for token_id in banned:
-            # By way of uint32: 1 << 31 is beyond int32.
-            mask[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))
-        return mask
+        allowed = np.ones(32 * self.words, np.bool_)
+        allowed[banned] = False
+        return np.packbits(allowed, bitorder="little").view(np.int32)
 
     @cached_property
     def only_end(self) -> np.ndarray:

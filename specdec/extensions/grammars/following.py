@@ -180,7 +180,7 @@ class FollowedGrammar(RequestGrammar):
                 state = 0
                 at = at + taken
             mask = found.ready[at] = self._compiled.free_mask(state)
-            if at == len(drafts) or (mask is not None and not _allows(mask, drafts[at])):
+            if at == len(drafts) or (mask is not None and not allows(mask, drafts[at])):
                 return found
             matcher, state = self._after(None, state, drafts[at])
             at += 1
@@ -214,7 +214,7 @@ class FollowedGrammar(RequestGrammar):
                 if one.is_error():
                     masks[at] = -1
                     return at, str(one.get_error()).partition("\n")[0]
-            if draft is None or not _allows(masks[at], draft):
+            if draft is None or not allows(masks[at], draft):
                 return None
             matcher, state = self._after(matcher, state, draft)
         return None
@@ -294,5 +294,6 @@ def followed(
     return FollowedGrammar(compiler.compiled(given), ends, prompt_ids)
 
 
-def _allows(mask: np.ndarray, token_id: int) -> bool:
-    return bool(mask[token_id // 32] >> token_id % 32 & 1)
+def allows(masks: np.ndarray, token_id: int) -> np.ndarray:
+    """[...] int32: 1 where masks [..., W] allow a token, else 0."""
+    return masks[..., token_id // 32] >> token_id % 32 & 1

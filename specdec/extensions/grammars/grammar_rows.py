@@ -14,7 +14,7 @@ from attention.batch.host import offsets_within, owners_of
 from attention.checking import require
 from specdec.errors import SpecdecError
 from specdec.extensions.grammars.compiled import GrammarCompiler
-from specdec.extensions.grammars.following import RequestGrammar, RowMasks
+from specdec.extensions.grammars.following import RequestGrammar, RowMasks, allows
 from specdec.interrupts import is_from_outside
 from specdec.rounds.extras import DecidedRows, EarlyDrafts
 
@@ -159,12 +159,12 @@ def _end_as_requests_do(rows: Sequence[_Row], masks: np.ndarray, vocabulary: Gra
         groups.setdefault(row.request.ends, []).extend(row.within)
     eos = vocabulary.eos
     for ends, found in groups.items():
-        over = (masks[found, eos // _BITS] >> eos % _BITS) & 1
+        over = allows(masks, eos)[found]
         special = [end for end in ends if end == eos or vocabulary.tokenizer.is_special_token(end)]
         for end in special:
             _set(masks, found, end, over)
         for end in () if special else ends:
-            _set(masks, found, end, over | (masks[found, end // _BITS] >> end % _BITS) & 1)
+            _set(masks, found, end, over | allows(masks, end)[found])
         if ends and eos not in ends:
             _set(masks, found, eos, np.zeros_like(over))
 
