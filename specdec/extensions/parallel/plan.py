@@ -107,7 +107,9 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
     """
     name = type(model).__name__
     given: dict[str, str] = dict(model.tp_plan or {})
-    own = {_pattern(model, n): m for n, m in model.get_decoder().named_modules() if n}
+    decoder = model.get_decoder()
+    parts = {*decoder.modules()} - {decoder}
+    own = {pattern_of(n): m for n, m in model.named_modules() if m in parts}
     styles = {pattern: style for pattern, style in given.items() if style not in _LEFT_WHOLE}
     odd = sorted({style for style in styles.values() if style not in _SERVED})
     if odd:
@@ -130,13 +132,6 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
             "load it without tensor_parallel_size"
         )
     return ShardingPlan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
-
-
-def _pattern(model: Any, name: str) -> str:
-    """A decoder module's name in the whole model, as plans have it."""
-    decoder = model.get_decoder()
-    prefix = next((n for n, m in model.named_modules() if m is decoder), "")
-    return pattern_of(f"{prefix}.{name}" if prefix else name)
 
 
 def _is_fused_pair(module: Any, up: str, down: str, given: Mapping[str, str]) -> bool:
