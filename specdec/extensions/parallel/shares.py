@@ -186,12 +186,10 @@ def _add_once(module: nn.Module, rank: int) -> None:
     """Let only rank 0 add a bias behind a summed matmul."""
     if rank == 0:
         return
-    names = ("bias",) if isinstance(module, nn.Linear) else ("down_proj_bias",)
-    for name in names:
-        bias = module._parameters.get(name)
-        if bias is not None:
-            with torch.no_grad():
-                bias.zero_()
+    bias = module._parameters.get("bias" if isinstance(module, nn.Linear) else "down_proj_bias")
+    if bias is not None:
+        with torch.no_grad():
+            bias.zero_()
 
 
 def _summed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
