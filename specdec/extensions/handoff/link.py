@@ -201,12 +201,11 @@ class Link:
         """
         if update.error is not None:
             raise update.error
-        departure = update.departure if isinstance(update, Departed) else None
-        if departure is None:
+        if not isinstance(update, Departed):
             return Handoff(self.table(), "", 0.0, None, {}, {}, update.completion)
-        blocks = dict(zip(self._end.groups, departure.pages, strict=True))
+        blocks = dict(zip(self._end.groups, update.pages, strict=True))
         expires = time.time() + lease_seconds
-        return Handoff(self.table(), departure.lease, expires, departure.moved, blocks, departure.tensors)
+        return Handoff(self.table(), update.lease, expires, update.moved, blocks, update.tensors)
 
     def check(self, handoff: Handoff) -> None:
         """Check that a request can move here, on every rank.

@@ -91,23 +91,8 @@ def same_fields(own: Request | MovedRequest) -> Options:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """A request that left its engine. lease: the right to read its `pages` (by pool), which are held until it ends.
-
-    tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
-    "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from round to
-    round, "state.0", … of recurrent layers.
-    """
-
-    moved: MovedRequest
-    lease: str
-    pages: Pages
-    tensors: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
 class Arrival:
-    """What a request that waits for a row brings: filled pages, and tensors (see `Departure`)."""
+    """What a request that waits for a row brings: filled pages, and tensors (see `Departed`)."""
 
     pages: Pages
     tensors: Mapping[str, Tensor]
@@ -118,11 +103,21 @@ class Arrival:
         return len(self.tensors["drafts"]) if "drafts" in self.tensors else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Departed(Update):
-    """The last update of a request that left its engine with its first token."""
+    """The last update of a request that left its engine with its first token.
 
-    departure: Departure | None = None
+    lease: the right to read its `pages` (by pool), which are held until it ends.
+
+    tensors: on the host, what a round in its next engine starts from besides pages, by name: "drafts" [n] int64,
+    "draft_probs" [n, Vd] float32 where they were drawn, "carried" of a draft loop that carries something from round to
+    round, "state.0", … of recurrent layers.
+    """
+
+    moved: MovedRequest
+    lease: str
+    pages: Pages
+    tensors: Mapping[str, Tensor]
 
     @property
     def last(self) -> bool:
@@ -166,7 +161,7 @@ class Handoff:
         moved: the request.
         blocks: its pages by cache group.
         tensors: on the host, drafts for its next verification and their distribution, states of recurrent
-            layers: see `Departure`.
+            layers: see `Departed`.
         completion: set when the request ended with its first token, and nothing is left to do.
     """
 

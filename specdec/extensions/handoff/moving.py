@@ -23,7 +23,6 @@ from specdec.extensions.handoff.held import ROUNDS_IN_VAIN, HeldPages, release_p
 from specdec.extensions.handoff.moved import (
     Arrival,
     Departed,
-    Departure,
     Handoff,
     Leaving,
     MovedRequest,
@@ -201,7 +200,7 @@ class MovingRequests(Guests):
             self.held.end(lease)
             return update
         own = {name: tensor.cpu() for name, tensor in tensors.items()}
-        return Departed(**vars(update), departure=Departure(MovedRequest.of(request), lease, pages, own))
+        return Departed(**vars(update), moved=MovedRequest.of(request), lease=lease, pages=pages, tensors=own)
 
     def begin_round(self) -> None:
         if self.held.active:
