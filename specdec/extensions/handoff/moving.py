@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -177,9 +178,7 @@ class MovingRequests(Guests):
             return
         batch = self._engine
         tensors = self.tensors
-        schedule, drafting = leaving_drafts(batch, leaving)
-        drafts = _copies(batch, schedule, tensors, drafts_of) if drafting else []
-        made = dict(zip(drafting, drafts, strict=True))
+        made = _next_drafts(batch, leaving, tensors, drafts_of)
         granted = {}
         for request in leaving:
             own = made.get(request, {})
@@ -320,31 +319,26 @@ class MovingRequests(Guests):
             self.held.drop(number, settled)
 
 
-def _copies(batch: Engine, schedule: Schedule, tensors: RowTensors, drafts_of: DraftsOf) -> list[dict[str, Tensor]]:
-    """Copies of each row's drafts, and of the distributions they were drawn from."""
-    draft, places = drafts_of(schedule)
-    sampled = batch.table.sampling(schedule.rows).temperature > 0
-    each = zip(places.tolist(), schedule.num_drafts.tolist(), sampled.tolist(), strict=True)
-    return [tensors.drafts_of(draft, place, count, drawn) for place, count, drawn in each]
+def _next_drafts(
+    batch: Engine, leaving: Sequence[Request], tensors: RowTensors, drafts_of: DraftsOf
+) -> dict[Request, dict[str, Tensor]]:
+    """Copies of the drafts of those leaving requests that draft, and of the distributions they were drawn from.
 
-
-def leaving_drafts(batch: Engine, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
-    """The leaving requests that draft, and the schedule of the draft loop that is launched before they go.
-
-    Only pages of the head are reserved for it, since no draft of these requests is verified here.
+    Only pages of the head are reserved for the draft loop, since no draft of these requests is verified here.
     """
     scheduler = batch.scheduler
     table = batch.table
     rows = np.array([r.row for r in leaving], np.int64)
     drafts = scheduler.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
-    if scheduler.head_pages is None:
-        drafts = np.zeros_like(drafts)
     own = drafts > 0
+    if scheduler.head_pages is None or not own.any():
+        return {}
     rows = rows[own]
     drafts = drafts[own]
-    if scheduler.head_pages is not None:
-        scheduler.head_pages.extend(rows, table.computed[rows] + drafts)
-    return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
+    scheduler.head_pages.extend(rows, table.computed[rows] + drafts)
+    draft, places = drafts_of(Schedule(rows, np.ones_like(rows), drafts))
+    each = zip(compress(leaving, own), places, drafts, table.sampling(rows).temperature > 0, strict=True)
+    return {request: tensors.drafts_of(draft, place, count, drawn) for request, place, count, drawn in each}
 
 
 def take_out(batch: Engine, request: Request) -> Pages:
