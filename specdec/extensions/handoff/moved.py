@@ -283,13 +283,11 @@ def _tensors(given: list[Any], data: bytes) -> dict[str, Tensor]:
     at = 0
     for name, dtype, shape in given:
         kind = _DTYPES[dtype]
-        count = math.prod(shape)
-        size = count * kind.itemsize
-        if count < 0 or at + size > len(data):
+        size = math.prod(shape) * kind.itemsize
+        if not 0 <= size <= len(data) - at:
             raise ValueError(f"tensor {name} is cut off")
-        # A bytearray: torch warns about tensors over read-only buffers, which bytes are.
-        raw = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
-        found[str(name)] = raw.view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
+        raw = torch.tensor(np.frombuffer(data[at : at + size], np.uint8))
+        found[str(name)] = raw.view(kind).view(shape)
         at += size
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes more than its tensors have")
