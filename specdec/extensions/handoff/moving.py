@@ -278,11 +278,9 @@ class MovingRequests(Guests):
         """Take pages for a request from another engine, to be filled and then given to `resume`; returns their number,
         or the error where too few are free now: raised in here, it would make the engine renew its rows.
 
-        Raises:
-            InvalidInputError, CacheTooSmallError: such a request cannot be served here, see `check_moved`.
+        moved: a request that `check_moved` has found served here.
         """
         engine = self._engine
-        self.check_moved(moved)
         with engine.change:
             self.settle()
             without_head = engine.scheduler.head_pages is not None and not moved.num_drafts
@@ -296,11 +294,11 @@ class MovingRequests(Guests):
     def resume(self, handoff: Handoff, number: int | None) -> int:
         """Queue a request from another engine; it continues as if it had always been here.
 
-        number: of its filled pages; None to read its tokens again.
+        handoff: with a request that `check_moved` has found served here. number: of its filled pages; None to read its
+            tokens again.
         """
         moved = handoff.moved
         assert moved is not None
-        self.check_moved(moved)
         request = moved_here(self._engine.admission, self._engine.take_id(), moved)
         request_id = self._engine.queue(request)  # first: it repairs what an interrupt has left, and keeps held pages
         if number is not None:

@@ -69,7 +69,6 @@ class LeadingRequests(MovingRequests):
 
     def reserve(self, moved: MovedRequest) -> int | OutOfPagesError:
         """See `MovingRequests.reserve`; if pages are missing, no message is sent to the other ranks."""
-        self.check_moved(moved)
         with self._leading.all_ranks():
             found = super().reserve(moved)
             if isinstance(found, int):
@@ -80,7 +79,6 @@ class LeadingRequests(MovingRequests):
         """See `MovingRequests.resume`. Other ranks get the request and its tensors alone."""
         moved = handoff.moved
         assert moved is not None
-        self.check_moved(moved)
         own = replace(moved, params=moved.params.for_other_ranks)
         with self._leading.all_ranks():
             self._leading.tell("guests", "resume", replace(handoff, source=NOBODY, moved=own, blocks={}), number)
