@@ -176,12 +176,11 @@ class Bound:
 Bounds = Sequence[Bound]
 
 
-def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
+def bind(group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
     """The regions of a cache group on this rank: for every layer its keys, then its values; for MLA only the latents.
 
     Args:
-        name: the group's name, the same in every engine of the model; page numbers of the group are the regions'
-            blocks.
+        group: its name is the same in every engine of the model, and its page numbers are the regions' blocks.
         own_part: which part of each layer's heads this rank holds, in parts of equal size: with 2 heads a layer here,
             part 3 begins at head 6. Latents are whole on every rank.
     """
@@ -190,11 +189,11 @@ def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], own_part: int 
         parts = {"latents": layer.keys} if layer.value_in_key else {"keys": layer.keys, "values": layer.values}
         for part, tensor in parts.items():
             first = 0 if layer.value_in_key else own_part * tensor.shape[layer.slot_and_head[1]]
-            found.append(_bound(f"{name}/{number}/{part}", name, tensor, layer, first, group.page_size))
+            found.append(_bound(f"{group.name}/{number}/{part}", group, tensor, layer, first))
     return tuple(found)
 
 
-def _bound(name: str, group: str, tensor: Tensor, layer: LayerKV, head0: int, page_size: int) -> Bound:
+def _bound(name: str, group: CacheGroup, tensor: Tensor, layer: LayerKV, head0: int) -> Bound:
     heads, head_dim = tensor.shape[layer.slot_and_head[1]], tensor.shape[3]
     if not tensor[0].is_contiguous():
         raise HandoffMismatchError(f"region {name}: a page's bytes do not lie together")
@@ -202,7 +201,7 @@ def _bound(name: str, group: str, tensor: Tensor, layer: LayerKV, head0: int, pa
     blocks = raw.as_strided((len(raw), raw[0].numel()), (raw.stride(0), 1), raw.storage_offset())
     region = Region(
         name=name,
-        group=group,
+        group=group.name,
         base=tensor.data_ptr(),
         num_blocks=len(tensor),
         block_stride=raw.stride(0),
@@ -212,7 +211,7 @@ def _bound(name: str, group: str, tensor: Tensor, layer: LayerKV, head0: int, pa
         head_bytes=blocks.shape[1] // heads,
         layout="HND" if heads == 1 else layer.layout,
         dtype=str(tensor.dtype).removeprefix("torch."),
-        page_size=page_size,
+        page_size=group.page_size,
         head_dim=head_dim,
     )
     return Bound(region, blocks)

@@ -81,7 +81,7 @@ class RankEnd:
         bounds: list[Bound] = []
         for runner in model.runners:
             is_head = model.head is not None and runner is model.runners[-1]  # the head is not divided among ranks
-            bounds += bind(runner.group.name, runner.group, runner.layers, own_part=0 if is_head else part)
+            bounds += bind(runner.group, runner.layers, own_part=0 if is_head else part)
         address = transport.start(engine if number == 0 else f"{engine}-rank-{number}", bounds, device)
         self.transport, self._bounds = transport, tuple(bounds)
         self.groups = [runner.group.name for runner in model.runners]

@@ -87,7 +87,7 @@ class Whole:
             made.append(LayerKV(keys, keys[..., :4] if self.mla else vals, layout, self.mla))
         dim, heads = made[0].keys.shape[-1], 1 if self.mla else len(own)
         spec = AttentionSpec(heads, heads, dim, dim, 1.0, value_in_key=self.mla)
-        found = bind("target", CacheGroup("target", (spec,) * layers, pages, T, layout), made, own.start // heads)
+        found = bind(CacheGroup("target", (spec,) * layers, pages, T, layout), made, own.start // heads)
         if not self.mla:  # ranges that no equal division gives
             found = tuple(replace(b, region=replace(b.region, head0=own.start)) for b in found)
         return Rank(made, found, RankTable(number, "cpu", tuple(b.region for b in found), {}))

@@ -47,7 +47,7 @@ def regions(heads: range, fill: int | None, dim: int = DIM, pages: int = PAGES) 
             own = [torch.full_like(part, fill) for part in own]
         layers.append(LayerKV(own[0], own[1], "HND"))
     spec = AttentionSpec(4, len(heads), dim, dim, 1.0)
-    return bind("g", CacheGroup("g", (spec,) * 2, pages, 4, "HND"), layers, heads.start // len(heads))
+    return bind(CacheGroup("g", (spec,) * 2, pages, 4, "HND"), layers, heads.start // len(heads))
 
 
 def rank_of(number: int, bounds: tuple[Bound, ...], address: Any) -> RankTable:
