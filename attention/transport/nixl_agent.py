@@ -60,7 +60,10 @@ _Errors = tuple[type[Exception], ...]
 
 
 class NixlTransport:
-    """A `Transport` over one NIXL agent."""
+    """A `Transport` over one NIXL agent.
+
+    lock: held while the agent is called. errors: those that NIXL raises.
+    """
 
     name = "nixl"
 
@@ -76,14 +79,14 @@ class NixlTransport:
         self._bounds: tuple[Bound, ...] = ()
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._late: list[NixlRead] = []
-        self._lock = threading.RLock()
-        self._errors = _errors(self._api)
+        self.lock = threading.RLock()
+        self.errors = _errors(self._api)
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
         self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)
-        errors: _Errors = (*self._errors, RuntimeError)
+        errors: _Errors = (*self.errors, RuntimeError)
         try:
             self._agent = self._api.nixl_agent(engine, self._api.nixl_agent_config(backends=self._backends))
             regions = [bound.region for bound in bounds]  # each without the gap after its last block
@@ -101,12 +104,12 @@ class NixlTransport:
         """See `Transport.revoke`: NIXL cannot revoke; the reader's deadline ends before the lease does."""
 
     def read(self, plan: ReadPlan) -> NixlRead:
-        with self._lock:
+        with self.lock:
             self._late = [read for read in self._late if not read.settled]
             handles: list[Any] = []
             failed: Exception | None = None
             # The three builtins: a malformed table of the peer (no "metadata", invalid base64, other types).
-            errors: _Errors = (*self._errors, KeyError, ValueError, TypeError)
+            errors: _Errors = (*self.errors, KeyError, ValueError, TypeError)
             try:
                 for rank in plan.source.ranks:
                     if segments := plan.of_rank(rank.rank):
@@ -118,7 +121,7 @@ class NixlTransport:
             except errors as error:
                 self.failed(plan.source.engine)
                 failed = error  # other ranks may be writing already: raised once none is
-            return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, self._errors, failed)
+            return NixlRead(self, self._agent, handles, plan, self._bounds, failed)
 
     def _peer(self, plan: ReadPlan, rank: RankTable, segments: Segments) -> _Peer:
         key = (plan.source.engine, rank.rank)
@@ -138,31 +141,31 @@ class NixlTransport:
 
     def late(self, read: NixlRead) -> None:
         """Keep a read that missed its deadline: dropping its handle would release it."""
-        with self._lock:
+        with self.lock:
             self._late.append(read)
 
     def failed(self, engine: str) -> None:
         """Remove the agents of a source that is gone; the same engine never comes back."""
-        with self._lock:
+        with self.lock:
             for key in [key for key in self._peers if key[0] == engine]:
                 peer = self._peers.pop(key)
                 try:
                     self._agent.remove_remote_agent(peer.agent)
-                except self._errors:
+                except self.errors:
                     continue  # it is gone already
 
     def finish(self, plan: ReadPlan) -> None:
-        with self._lock:
+        with self.lock:
             for rank in plan.source.ranks:
                 peer = self._peers.get((plan.source.engine, rank.rank))
                 try:
                     if peer is not None:
                         self._agent.send_notif(peer.agent, plan.lease.encode())
-                except self._errors:
+                except self.errors:
                     continue  # the source is gone, and with it its pages
 
     def finished(self) -> list[str]:
-        with self._lock:
+        with self.lock:
             if self._agent is None:
                 return []
             notes = self._agent.get_new_notifs()
@@ -170,7 +173,7 @@ class NixlTransport:
 
     def close(self) -> None:
         """See `Transport.close`. A late read keeps the agent, and the memory it may write to, for good."""
-        with self._lock:
+        with self.lock:
             agent, self._agent = self._agent, None
             if agent is None:
                 return
@@ -191,8 +194,6 @@ class NixlRead:
     handles: list[Any]
     plan: ReadPlan
     bounds: Bounds
-    lock: threading.RLock
-    errors: _Errors
     error: Exception | None
 
     def wait(self, deadline: float) -> None:
@@ -218,14 +219,14 @@ class NixlRead:
 
     @property
     def settled(self) -> bool:
-        with self.lock:
+        with self.transport.lock:
             self.handles = [handle for handle in self.handles if not self._ended(handle)]
             return not self.handles
 
     def _ended(self, handle: Any) -> bool:
         try:
             state = self.agent.check_xfer_state(handle)
-        except self.errors as error:
+        except self.transport.errors as error:
             self.error = error
             self.transport.failed(self.plan.source.engine)
             return True
