@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -195,12 +194,12 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
         SpecdecError: more rounds in a row failed than the batch has rows, without an answer between: the device, most
             likely, and not a row. Others: the model is closed or has changed.
     """
-    held = {}
+    held: dict[int, tuple[Task, list[Completion]]] = {}
     rows = model.config.max_num_seqs
 
     def numbered() -> Iterator[Task]:
         for number, task in enumerate(tasks):
-            held[number] = task
+            held[number] = task, []
             yield task
 
     def opened(group: list[Task]) -> Stream:
@@ -208,24 +207,25 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
             raise _Refused(refused[0])
         return model.stream([task.prompt for task in group], [filled(task.params, model) for task in group])
 
-    samples: dict[int, list[Completion]] = defaultdict(list)
     failures = 0
     with closing(Feeding(opened, numbered(), rows)) as feeding:
         for item, _, found in feeding:
             if isinstance(found, Completion):
                 failures = 0
-                samples[item].append(found)
-                if item in held and len(samples[item]) == held[item].params.n:
-                    done = sorted(samples.pop(item), key=lambda one: one.sample_index)
-                    yield TaskResult(held.pop(item), tuple(done))
-            elif item in held:  # of several samples that fail the first is told
+            if item not in held:  # of several samples that fail the first is told
+                continue
+            task, samples = held[item]
+            if isinstance(found, Completion):
+                samples.append(found)
+                if len(samples) == task.params.n:
+                    del held[item]
+                    yield TaskResult(task, tuple(sorted(samples, key=lambda one: one.sample_index)))
+            else:
                 failures += not isinstance(found, (InvalidInputError, RequestFailedError))
                 if failures > rows:
                     raise found
-                samples.pop(item, None)
-                yield TaskResult(held.pop(item), error=error_text(found))
-            if item not in held:
-                samples.pop(item, None)
+                del held[item]
+                yield TaskResult(task, error=error_text(found))
 
 
 def error_text(error: SpecdecError) -> str:
