@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from transformers import __version__ as transformers_version
 from transformers.utils import is_accelerate_available
 
 from attention.errors import named_error
+from attention.threads import start_thread
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError, UnsupportedModelError
 from specdec.extensions.parallel import messages
-from specdec.extensions.parallel.collectives import Collectives, HelperThread
+from specdec.extensions.parallel.collectives import Collectives
 from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.extensions.parallel.plan import plan_for
 from specdec.extensions.parallel.ranks import Ranks
@@ -158,21 +160,18 @@ def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> 
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
-    found: list[Collectives | BaseException] = []
+    joined: Future[Collectives] = Future()
 
     def join() -> None:
         try:
-            found.append(join_group(0, size, device, meeting))
+            joined.set_result(join_group(0, size, device, meeting))
         except BaseException as error:  # raised below, on the caller's thread
-            found.append(error)
+            joined.set_exception(error)
 
-    joined = HelperThread("join").start(join)
-    while not joined.wait(_LOOK):
+    start_thread(join, name="join")
+    while not wait([joined], _LOOK).done:
         workers.check()
-    (result,) = found
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return joined.result()
 
 
 def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
