@@ -13,6 +13,7 @@ import copy
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -45,16 +46,16 @@ def generate(*given, model, **named):
 _PROJECT = "specdec-hf"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class CustomGenerate:
     """A callable for `model.generate(custom_generate=…)`. The first call of a model wraps it; `close` frees that."""
 
-    def __init__(self, draft: Any, streamer: Any, tokenizer: Any, stop_strings: Any, options: Options) -> None:
-        self.streamer = streamer
-        self.tokenizer = tokenizer
-        self.stop_strings = stop_strings
-        self._draft = draft
-        self._options = options
-        self._calls = WeakKeyDictionary[PreTrainedModel, SpeculativeModel]()
+    draft: Any
+    streamer: Any
+    tokenizer: Any
+    stop_strings: Any
+    options: Options
+    _calls: WeakKeyDictionary[PreTrainedModel, SpeculativeModel] = field(default_factory=WeakKeyDictionary)
 
     @torch.no_grad()
     def __call__(
@@ -91,7 +92,7 @@ class CustomGenerate:
     def wrapping(self, model: PreTrainedModel) -> SpeculativeModel:
         """What runs the calls of a model; made now if there is none."""
         if model not in self._calls:
-            self._calls[model] = wrapped(model, self._draft, self._options)
+            self._calls[model] = wrapped(model, self.draft, self.options)
         return self._calls[model]
 
 
