@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -88,8 +89,7 @@ class Asked:
         generator = torch.get_rng_state()
         try:
             self.check(model.hf_model)
-            pairs = zip(self.ids.tolist(), self.mask.tolist(), strict=True)
-            rows = [[token for token, on in zip(*pair, strict=True) if on] for pair in pairs]
+            rows = [ids[mask != 0].tolist() for ids, mask in zip(self.ids.cpu(), self.mask.cpu(), strict=True)]
             prompts = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
             stream = model.stream(prompts, self.params(model.hf_model))
             return RunningCall(self, stream, next(stream))  # rounds from graphs find a changed model in their first
@@ -199,14 +199,13 @@ class Asked:
 
     def result(self, done: Sequence[Completion]) -> Tensor | Any:
         """[B·n, L + new] int64 on the inputs' device, or transformers' output class."""
-        pad = self.pad
         device = self.ids.device
-        most = max(len(each.token_ids) for each in done)
-        new = [[*each.token_ids, *[pad] * (most - len(each.token_ids))] for each in done]
-        tokens = torch.tensor(new, dtype=torch.int64, device=device).reshape(len(done), most)
+        new = [torch.tensor(each.token_ids, dtype=torch.int64) for each in done]
+        tokens = pad_sequence(new, batch_first=True, padding_value=self.pad).to(device)
         sequences = torch.cat([self.ids.repeat_interleave(self._samples, dim=0), tokens], 1)
         if not self.outputs:
             return sequences
+        most = tokens.shape[1]
         logits = _steps([each.logits for each in done], most, device)
         scores = _steps([each.scores for each in done], most, device)
         given: Options = {"sequences": sequences, "scores": scores, "logits": logits}
