@@ -286,8 +286,7 @@ def wrapped(hf_model: Any, draft: Any, options: Options) -> SpeculativeModel:
 
     Raises as `SpeculativeModel.from_pretrained`.
     """
-    inner = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model
-    tokenizer = NoTokenizer(str(getattr(inner, "name_or_path", "")))
+    tokenizer = NoTokenizer(str(getattr(hf_model, "name_or_path", "")))
     return SpeculativeModel.from_pretrained(
         hf_model, draft, **{"generation_config": "ignore", "tokenizer": tokenizer, **options}
     )
