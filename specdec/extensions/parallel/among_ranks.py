@@ -300,9 +300,9 @@ class FollowedTransfers:
             settled = read is None or read.settled
             answer = Reply(key, error=text, late=isinstance(error, TransferTimeoutError), settled=settled)
             self.say(answer)
-            while read is not None and not settled:
-                time.sleep(_PAUSE)
-                if settled := read.settled:
-                    self.say(replace(answer, settled=True))
+            if read is not None and not settled:
+                while not read.settled:
+                    time.sleep(_PAUSE)
+                self.say(replace(answer, settled=True))
             return
         self.say(Reply(key))
