@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def claim(folder: Path, settings: Mapping[str, Setting], leftovers: list[Path]) 
             f"{folder} holds {listed}, but no {_RECORD} that tells what they were made from; give another --output, or "
             "--overwrite to start anew there"
         )
-    rows = {key: {"value": s.value, "name": s.name} for key, s in settings.items()}
+    rows = {key: asdict(setting) for key, setting in settings.items()}
     write_atomically(path, json.dumps({"format": FORMAT, "settings": rows}, indent=2) + "\n")
 
 
