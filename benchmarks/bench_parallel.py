@@ -35,7 +35,7 @@ from benchmarks.drawn_weights import in_every_rank
 from benchmarks.given import Listed, wait_for
 from benchmarks.kinds import Kind
 from benchmarks.parallel_shapes import SHAPES, write_pair
-from benchmarks.rank_work import floor_ms
+from benchmarks.rank_work import exchanges_ms, floor_ms
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
 from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.model import SpeculativeModel
@@ -105,7 +105,7 @@ def lines_of(
     if isinstance(model.engine, LeadingEngine):
         for count in rows:
             tokens = count * (model.num_speculative_tokens + 1)
-            alone = model.engine.run("benchmarks.rank_work:exchanges_ms", tokens, count)
+            alone = model.engine.run(exchanges_ms, tokens, count)
             alone["sums_share"] = alone["sums_ms"] / steps[count]
             yield {"benchmark": "parallel exchanges", "rows": count, "tokens": tokens} | alone
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from specdec import Handoff, SamplingParams, SpeculativeModel
 from specdec.loading.names import builtin_names, builtin_path
 from tests.fp8 import gaps
 from tests.public.test_handoff import PAIRS, PROMPTS, lived
+from tests.specdec.extensions.parallel import on_ranks
 
 pytestmark = pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
 SIZES: dict[str, Any] = {
@@ -111,15 +110,6 @@ needs_ranks = pytest.mark.skipif(
     reason="needs two GPUs, transformers 5.23 and accelerate",
 )
 RANKED: dict[str, Any] = {"kv_cache_layout": "HND", "enable_prefix_caching": False}
-ON_RANKS = Path(__file__).resolve().parents[1] / "specdec" / "parallel"
-
-
-@pytest.fixture(scope="module")
-def on_ranks() -> Any:
-    """What other ranks run of the tests; their processes look for modules where this one does when they are started."""
-    if str(ON_RANKS) not in sys.path:
-        sys.path.append(str(ON_RANKS))
-    return importlib.import_module("on_ranks")
 
 
 @contextmanager
@@ -132,10 +122,10 @@ def of_ranks(size: int, **options: Any) -> Iterator[SpeculativeModel]:
         yield model
 
 
-def digests(model: SpeculativeModel, pages: Any, on_ranks: Any) -> list[list[int]]:
+def digests(model: SpeculativeModel, pages: Any) -> list[list[int]]:
     """Of the target's pages, of each of two ranks: its own, or of the heads that it would have."""
     if model.ranks is not None:
-        found: list[list[int]] = model.engine.run("on_ranks:page_digests", pages)  # type: ignore[attr-defined]
+        found: list[list[int]] = model.engine.run(on_ranks.page_digests, pages)  # type: ignore[attr-defined]
         return found
     tensors = [t for layer in model.runners[0].layers for t in (layer.keys, layer.values)]
     half = tensors[0].shape[1] // 2
@@ -151,7 +141,7 @@ def settled(*models: SpeculativeModel) -> bool:
     return all(map(free_everywhere, models))
 
 
-def moved_exactly(p: SpeculativeModel, d: SpeculativeModel, on_ranks: Any, patch: pytest.MonkeyPatch) -> list[Any]:
+def moved_exactly(p: SpeculativeModel, d: SpeculativeModel, patch: pytest.MonkeyPatch) -> list[Any]:
     """Completions of requests moved one by one; full pages have the bytes that they had in P, on each rank."""
     found, taken = [], []
     take = engine_of(d).guests.held.take
@@ -159,37 +149,35 @@ def moved_exactly(p: SpeculativeModel, d: SpeculativeModel, on_ranks: Any, patch
         own.setattr(engine_of(d).guests.held, "take", lambda number: taken.append(take(number)) or taken[-1])
         for prompt, params in zip(PROMPTS, PARAMS, strict=True):
             (handoff,) = p.prefill(prompt, params)
-            right = digests(p, list(handoff.blocks["target"])[:-1], on_ranks)
+            right = digests(p, list(handoff.blocks["target"])[:-1])
             (completion,) = d.resume(Handoff.from_bytes(handoff.to_bytes()))
-            assert digests(d, list(taken[-1][0])[:-1], on_ranks) == right
+            assert digests(d, list(taken[-1][0])[:-1]) == right
             found.append(completion)
     assert settled(p, d)
     return found
 
 
 @needs_ranks
-def test_between_one_gpu_and_two_in_float32(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_one_gpu_and_two_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens and drafts are those of a request that never moved; of sampled ones one draw may be a near tie."""
     with of_ranks(1, **FLOAT32, cuda_graphs=False) as one, of_ranks(2, **FLOAT32, cuda_graphs=False) as two:
         expected = lived(alone(one, PARAMS))
         for p, d in ((one, two), (two, one)):
-            found = lived(moved_exactly(p, d, on_ranks, monkeypatch))
+            found = lived(moved_exactly(p, d, monkeypatch))
             assert found[0] == expected[0]
             assert sum(a == b for a, b in zip(found, expected, strict=True)) >= 2
 
 
 @needs_ranks
 @pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (2, 2)])
-def test_between_one_gpu_and_two_from_graphs(
-    there: int, here: int, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_one_gpu_and_two_from_graphs(there: int, here: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16: the bytes are exact. Between equal numbers of ranks the tokens are, too. Else keys and values of the
     prompt were rounded in another order than D's own, and a near tie goes the other way sooner or later: each greedy
     token is the best of the same model in float32, or nearly."""
     with of_ranks(there, **GRAPHS) as p, of_ranks(here, **GRAPHS) as d:
         assert p.graphs == d.graphs == "on"
         expected = lived(alone(d, PARAMS))
-        found = moved_exactly(p, d, on_ranks, monkeypatch)
+        found = moved_exactly(p, d, monkeypatch)
         same = [a == b for a, b in zip(lived(found), expected, strict=True)]
         print(f"{there} -> {here} ranks: {sum(same)} of {len(same)} requests as if they had never moved")
         assert there != here or sum(same) >= len(same) - 1

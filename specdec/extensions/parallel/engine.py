@@ -9,9 +9,8 @@ end the process.)
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -89,11 +88,11 @@ class LeadingEngine(Engine):
         """
         self._link.send(CallMethod(of, method, arguments))
 
-    def run(self, function: str, *arguments: Any) -> Any:
-        """Call a function ("module:name") on each rank with its engine, between two rounds; returns the result here."""
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of a module on each rank with its engine, between two rounds; returns the result here."""
         with self.all_ranks():
             self.tell("engine", "run", function, *arguments)
-            return named_function(function)(self, *arguments)
+            return function(self, *arguments)
 
     @contextmanager
     def all_ranks(self) -> Iterator[None]:
@@ -150,21 +149,13 @@ def _by_text(update: Update) -> bool:
     return update.error is not None or (done is not None and done.finish_reason in ("stop", "timeout", "cancelled"))
 
 
-def named_function(name: str) -> Any:
-    """ "module:name" -> the function."""
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)
-
-
 def differing_ids(engine: Any) -> list[int]:
     """How many drafts and decided tokens of each rank differed from rank 0's before they were overwritten.
 
     Counted with SPECDEC_CHECK=1, otherwise 0. Ids may differ where logits are nearly equal, in half precision or if a
     rank has chosen other kernels. Called on rank 0, between two rounds; waits for the devices.
     """
-    if isinstance(engine, LeadingEngine):
-        return list(engine.run("specdec.extensions.parallel.engine:_gathered_differing"))
-    return _gathered_differing(engine)
+    return list(engine.run(_gathered_differing))
 
 
 def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
@@ -181,9 +172,9 @@ class FollowingEngine(Engine):
         self.ranks = ranks
         super().__init__(*parts)
 
-    def run(self, function: str, *arguments: Any) -> None:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function, see `LeadingEngine.run`."""
-        named_function(function)(self, *arguments)
+        function(self, *arguments)
 
     def _run_again(self, error: Exception, reported: list[Update]) -> None:
         raise error

@@ -142,7 +142,7 @@ class Ranks(Group):
         return self._engine(self, *parts)
 
     def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
-        return engine.run(f"{function.__module__}:{function.__name__}", *arguments)
+        return engine.run(function, *arguments)
 
     def facts(self) -> Json:
         """See `Group.facts`: the other facts of `describe` (parameters, bytes, heads) describe this rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from specdec import ClosedModelError
 from tests.rank_server import forked_ranks, real_ranks
 
 __all__ = ["forked_ranks", "real_ranks"]
-HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session", autouse=True)
 def packages(forked_ranks: None) -> None:
-    """accelerate, which transformers looks for when it is imported, and what ranks run of these tests."""
+    """accelerate, which transformers looks for when it is imported."""
     pytest.importorskip("accelerate")
-    if str(HERE) not in sys.path:
-        sys.path.append(str(HERE))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from torch.distributed import device_mesh
 from drafters.eagle3.checkpoint import save_eagle3
 from specdec import Grammar, SamplingParams, SpeculativeModel
 from specdec.extensions.parallel.engine import differing_ids
+from tests.specdec.extensions.parallel import on_ranks
 
 TEXTS = [
     "Anna has 12 apples and buys 8 more. How many apples does she have?",
@@ -156,7 +157,7 @@ def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
         right = one.own_logits(ids)
     with SpeculativeModel.from_pretrained(folders("one-layer"), tensor_parallel_size=2, **options) as two:
         assert torch.allclose(two.own_logits(ids), right, rtol=1e-4, atol=1e-4)
-        assert two.engine.run("on_ranks:compiled_error") < 1e-4  # type: ignore[attr-defined]
+        assert two.engine.run(on_ranks.compiled_error) < 1e-4  # type: ignore[attr-defined]
         facts = two.describe()
         assert facts["tensor_parallel"] == {"size": 2, "rank": 0, "collectives": "gloo"}
 

@@ -33,6 +33,7 @@ from specdec.extensions.parallel import workers
 from specdec.extensions.parallel.engine import differing_ids
 from specdec.extensions.parallel.symmetric import join_group
 from tests.rank_server import run_python
+from tests.specdec.extensions.parallel import on_ranks
 
 __all__ = ["run_python"]
 
@@ -174,7 +175,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
         load(folders("one-kv-head"), draft="/no/such/head")
     assert model.generate(PROMPT, PARAMS)  # what all ranks refuse alike harms nobody
     pids = pids_of(model)
-    model.engine.run("on_ranks:broken_loading", 1, "specdec.extensions.parallel.ranks:take_share", "OSError")
+    model.engine.run(on_ranks.broken_loading, 1, "specdec.extensions.parallel.ranks:take_share", "OSError")
     load_ends_all(r"rank 1 \(process \d+\): .*planted", lambda: load(folders("one-kv-head")), pids)
     with pytest.raises(RanksLostError, match="load it again"):
         model.generate(PROMPT, PARAMS)
@@ -249,7 +250,7 @@ def test_a_process_killed_while_a_long_prompt_is_read_and_a_request_streams(
         (pid,) = pids_of(own)
         stream = own.stream(PROMPT, SamplingParams(max_new_tokens=100))
         next(stream)
-        own.engine.run("on_ranks:killed_in_a_sum", 1, 20, 10)
+        own.engine.run(on_ranks.killed_in_a_sum, 1, 20, 10)
         told: list[BaseException] = []
 
         def read() -> None:
@@ -308,7 +309,7 @@ def test_a_load_that_fails_in_any_phase(
     right = own.generate(PROMPT, PARAMS)[0].token_ids
     for place, kind in PHASES.values():
         pids = pids_of(own)
-        own.engine.run("on_ranks:broken_loading", rank, place, kind)
+        own.engine.run(on_ranks.broken_loading, rank, place, kind)
         started = time.monotonic()
         name = r"on all ranks: rank 1 \(process \d+\): .*" if rank else ""
         errors = ModelLoadError if rank else (ModelLoadError, OutOfDeviceMemoryError, OSError)
@@ -367,8 +368,8 @@ def test_a_message_that_another_rank_cannot_read(folders: Callable[[str], Path],
 @pytest.mark.thorough
 def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
-        assert own.engine.run("on_ranks:nothing") == 0
-        own.engine.run("on_ranks:one_more_request")
+        assert own.engine.run(on_ranks.nothing) == 0
+        own.engine.run(on_ranks.one_more_request)
         started = time.monotonic()
         with pytest.raises(RanksLostError, match="the ranks disagree about a round"):
             own.generate(PROMPT, PARAMS)
@@ -403,19 +404,19 @@ def test_wrong_drafts_of_a_rank_are_counted_and_harmless(built_in: Any) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, return_drafts=True)
     right = built_in.generate(prompts, params)
     assert differing_ids(built_in.engine) == [0, 0]
-    built_in.engine.run("on_ranks:wrong_drafts")
+    built_in.engine.run(on_ranks.wrong_drafts)
     found = built_in.generate(prompts, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in right]
     assert [c.drafts for c in found] == [c.drafts for c in right]
     counts = differing_ids(built_in.engine)
     assert counts[0] == 0 and counts[1] > 10
-    built_in.engine.run("on_ranks:right_drafts")
-    built_in.engine.run("on_ranks:wrong_results")
+    built_in.engine.run(on_ranks.right_drafts)
+    built_in.engine.run(on_ranks.wrong_results)
     assert [c.token_ids for c in built_in.generate(prompts, params)] == [c.token_ids for c in right]
     assert differing_ids(built_in.engine)[1] > counts[1] + 10
-    built_in.engine.run("on_ranks:right_results")
-    built_in.engine.run("on_ranks:wrong_drafts")
-    built_in.engine.run("on_ranks:never_share")
+    built_in.engine.run(on_ranks.right_results)
+    built_in.engine.run(on_ranks.wrong_drafts)
+    built_in.engine.run(on_ranks.never_share)
     assert [c.token_ids for c in built_in.generate(prompts, params)] != [c.token_ids for c in right]
 
 

@@ -13,6 +13,7 @@ from fakes import LetterTokenizer
 
 from drafters.eagle3.checkpoint import save_eagle3
 from specdec import ModelLoadError, RanksLostError, SpeculativeModel
+from tests.specdec.extensions.parallel import on_ranks
 from tests.specdec.extensions.parallel.test_equal import LETTERS, SHORT_OF_PAGES, TEXTS, compare, mixed, session
 from tests.specdec.extensions.parallel.test_failures import PARAMS, PROMPT, SIZES, SOON, alive, load_ends_all, pids_of
 
@@ -70,7 +71,7 @@ def test_a_load_that_fails_on_the_last_rank(four_ranks: None, folders: Callable[
     """The ranks between it and rank 0 fail after it, for their sums end: they are not what is named."""
     with load(folders("two-kv-heads")) as own:
         pids = pids_of(own)
-        own.engine.run("on_ranks:broken_loading", 3, "specdec.loading.assembly:check_target", "OSError")
+        own.engine.run(on_ranks.broken_loading, 3, "specdec.loading.assembly:check_target", "OSError")
         words = rf"on all ranks: rank 3 \(process {pids[2]}\): OSError: .*planted"
         load_ends_all(words, lambda: load(folders("two-kv-heads")), pids)
         with pytest.raises(RanksLostError, match=r"rank 3 .*planted"):
@@ -89,9 +90,9 @@ def test_the_rank_that_was_killed_is_named(four_ranks: None, folders: Callable[[
             "load": lambda: load(folders("two-kv-heads")),
         }
         if call == "load":
-            own.engine.run("on_ranks:broken_loading", 2, "specdec.loading.assembly:check_target", "killed")
+            own.engine.run(on_ranks.broken_loading, 2, "specdec.loading.assembly:check_target", "killed")
         else:
-            own.engine.run("on_ranks:killed_in_a_sum", 2, 1, 3)
+            own.engine.run(on_ranks.killed_in_a_sum, 2, 1, 3)
         started = time.monotonic()
         with pytest.raises(ModelLoadError if call == "load" else RanksLostError, match=named(2, pids)):
             calls[call]()

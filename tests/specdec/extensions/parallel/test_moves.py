@@ -20,6 +20,7 @@ from fakes import LetterTokenizer, free_everywhere
 from specdec import Handoff, RanksLostError, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
 from specdec.errors import HandoffMismatchError, OutOfPagesError
 from tests.public.test_handoff import PAIRS, PROMPTS, SIZES, lived
+from tests.specdec.extensions.parallel import on_ranks
 
 LETTERS = ["abcd efgh", "Hello 123 and so on", "the quick brown fox jumps over it"]
 GREEDY = SamplingParams(max_new_tokens=24, return_drafts=True)
@@ -49,7 +50,7 @@ def moved(p: Any, d: Any, prompts: Any, params: Any) -> list[Any]:
 
 def in_use(model: Any) -> list[int]:
     """See `on_ranks.pages_in_use`; [] of one rank."""
-    return [] if model.ranks is None else list(model.engine.run("on_ranks:pages_in_use"))
+    return [] if model.ranks is None else list(model.engine.run(on_ranks.pages_in_use))
 
 
 def soon(holds: Callable[[], bool]) -> bool:
@@ -76,9 +77,9 @@ def pair(two_ranks: Any, keep: Callable[..., Any]) -> Any:
 def patched(pair: tuple[Any, Any]) -> Iterator[Callable[..., None]]:
     """Lets both ranks of the pair's second model run a function that patches them; undone after the test."""
     engine = pair[1].engine
-    yield lambda name, *args: engine.run(f"on_ranks:{name}", *args)
-    engine.run("on_ranks:unpatched")
-    engine.run("on_ranks:waits_again")
+    yield lambda name, *args: engine.run(getattr(on_ranks, name), *args)
+    engine.run(on_ranks.unpatched)
+    engine.run(on_ranks.waits_again)
 
 
 @pytest.mark.slow

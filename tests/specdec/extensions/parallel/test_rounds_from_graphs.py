@@ -14,6 +14,7 @@ from specdec import SamplingParams, SpeculativeModel
 from specdec.engine.launcher import Launcher
 from specdec.execution.graphs import GraphExecutor
 from specdec.extensions.parallel.engine import differing_ids
+from tests.specdec.extensions.parallel import on_ranks
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -28,8 +29,8 @@ def graphs(two_ranks: Any, folders: Callable[[str], Path]) -> Iterator[Callable[
     with SpeculativeModel.from_pretrained(
         folders("one-kv-head"), tensor_parallel_size=2, device="cpu", tokenizer=LetterTokenizer(), kv_cache_tokens=99
     ) as messenger:
-        yield lambda compiled: messenger.engine.run("on_ranks:graphs_on_cpu", compiled)  # type: ignore[attr-defined]
-        messenger.engine.run("on_ranks:no_graphs_on_cpu")  # type: ignore[attr-defined]
+        yield lambda compiled: messenger.engine.run(on_ranks.graphs_on_cpu, compiled)  # type: ignore[attr-defined]
+        messenger.engine.run(on_ranks.no_graphs_on_cpu)  # type: ignore[attr-defined]
 
 
 def tokens(model: Any, params: Any) -> list[Any]:
@@ -61,7 +62,7 @@ def test_they_are_the_rounds_of_one_rank(
         with SpeculativeModel.from_pretrained("gsm-llama", draft, cuda_graphs=True, **sizes, **options) as model:
             assert isinstance(model.engine.executor, GraphExecutor) and model.graphs == "on"
             if options:
-                model.engine.run("on_ranks:launch_ahead")  # type: ignore[attr-defined]
+                model.engine.run(on_ranks.launch_ahead)  # type: ignore[attr-defined]
             else:
                 model.engine.use(model.engine.executor, queue_verification=True)
             found.append((tokens(model, mixed[0]), tokens(model, mixed[1]), tokens(model, mixed), model.engine_stats))
@@ -94,7 +95,7 @@ def test_wrong_drafts_of_a_rank_are_overwritten_in_the_verification(graphs: Call
         *("gsm-llama", "auto"), cuda_graphs=True, device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2
     ) as model:
         engine: Any = model.engine
-        engine.run("on_ranks:launch_ahead")
+        engine.run(on_ranks.launch_ahead)
         right = tokens(model, replace(GREEDY, return_drafts=True))
-        engine.run("on_ranks:wrong_drafts_of_graphs")
+        engine.run(on_ranks.wrong_drafts_of_graphs)
         assert tokens(model, replace(GREEDY, return_drafts=True)) == right
