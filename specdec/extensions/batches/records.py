@@ -16,7 +16,7 @@ import numpy as np
 from attention.errors import named_error
 from specdec.engine.feeding import Feeding
 from specdec.engine.streams import Stream
-from specdec.errors import InvalidInputError, RequestFailedError, SpecdecError
+from specdec.errors import InvalidInputError, RequestFailedError
 from specdec.extensions.batches.lines import Line
 from specdec.extensions.batches.tasks import Task, TaskDefaults, task_of
 from specdec.extensions.openai_format import LEAST, response_of, tools_of
@@ -183,10 +183,6 @@ def _openai(answer: TaskResult, tokenizer: Any) -> Json:
     return {"id": name, "custom_id": custom_id, "response": response, "error": failure}
 
 
-class _Refused(InvalidInputError):
-    """A task that cannot run; the message is its error."""
-
-
 def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskResult]:
     """Every task once, in order of their ends; read lazily, see `Feeding`. One that fails is an answer with an error.
 
@@ -204,7 +200,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
 
     def opened(group: list[Task]) -> Stream:
         if refused := [task.error for task in group if task.error]:
-            raise _Refused(refused[0])
+            raise InvalidInputError(refused[0])
         return model.stream([task.prompt for task in group], [filled(task.params, model) for task in group])
 
     failures = 0
@@ -225,12 +221,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
                 if failures > rows:
                     raise found
                 del held[item]
-                yield TaskResult(task, error=error_text(found))
-
-
-def error_text(error: SpecdecError) -> str:
-    """An error as answers record it."""
-    return str(error) if isinstance(error, _Refused) else named_error(error)
+                yield TaskResult(task, error=task.error or named_error(found))
 
 
 def records(model: SpeculativeModel, lines: Iterable[Line], asking: TaskDefaults) -> Iterator[Record]:
