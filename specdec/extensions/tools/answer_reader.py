@@ -76,16 +76,13 @@ class AnswerParser:
             parts.append(AnswerPart("content", self._space))
         return parts
 
-    def _taken(self) -> list[AnswerPart]:
-        parts, self._parts = self._parts, []
-        return parts
-
     def _read(self, final: bool) -> list[AnswerPart]:
         while self._at < len(self._text) or (final and self._open is not None):
             step = self._outside if self._open is None else self._within
             if not step(final):
                 break
-        return self._taken()
+        parts, self._parts = self._parts, []
+        return parts
 
     def _outside(self, final: bool) -> bool:
         """Read on to a marker. False: more text is needed."""
