@@ -140,8 +140,7 @@ def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
             module.register_forward_hook(_summed)
     # transformers' marks of a model that it has divided; the modules are plain ones now.
     for attribute in ("_device_mesh", "_mesh_manager", "_tp_size"):
-        if attribute in vars(model):
-            delattr(model, attribute)
+        vars(model).pop(attribute, None)
     for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
         vars(config).pop("distributed_config", None)
     output = model.get_output_embeddings()
