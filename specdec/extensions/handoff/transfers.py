@@ -110,7 +110,7 @@ class Transfers:
         link = self._opened()
         guests = self._guests
         given = submissions(prompts, params, model.hf_model, model.tokenizer, model.generation_config_use)
-        requests = [Leaving(**vars(request), seconds=float(lease_seconds)) for request in given]
+        requests = [Leaving(**vars(request), seconds=lease_seconds) for request in given]
         check_each(requests, guests.check_leaving)
         self._check_held_at_once([len(request.token_ids) for request in requests])
         call = self._shared.submit(requests)
