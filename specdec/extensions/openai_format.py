@@ -28,6 +28,7 @@ from specdec.requests import chats
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import pool_requests
 from specdec.requests.text import Vocabulary
 from specdec.values import Fields, Json, flag, refuse, short, whole, without, without_none, wrong
 
@@ -315,9 +316,7 @@ def head_of(name: str, chat: bool) -> Json:
 
 def usage_of(done: Sequence[Completion]) -> Json:
     """Tokens of completions; each prompt counts once. Accepted and rejected drafts are OpenAI's predictions."""
-    rounds = [one.pooled for one in done]
-    accepted = sum(own.accepted for own in rounds)
-    drafted = sum(own.drafted for own in rounds)
+    rounds = pool_requests([one.stats for one in done])
     prompt = sum(len(one.prompt_token_ids) for one in done if not one.sample_index)
     new = sum(len(one.token_ids) for one in done)
     return {
@@ -326,8 +325,8 @@ def usage_of(done: Sequence[Completion]) -> Json:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(one.stats.cached_tokens for one in done)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "accepted_prediction_tokens": rounds.accepted,
+            "rejected_prediction_tokens": rounds.drafted - rounds.accepted,
         },
     }
 
