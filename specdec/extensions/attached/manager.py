@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -221,17 +222,17 @@ class Manager:
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, of any request or of this one; None after so many seconds, or when none can come."""
-        end = None if timeout is None else time.perf_counter() + timeout
+        end = math.inf if timeout is None else time.perf_counter() + timeout
         with self._change:
             while True:
                 for place, found in enumerate(self._results):
                     if request_id is None or found.request_id == request_id:
                         del self._results[place]
                         return found
-                left = None if end is None else end - time.perf_counter()
-                if not self.is_running() or (left is not None and left <= 0):
+                left = end - time.perf_counter()
+                if not self.is_running() or left <= 0:
                     return None
-                self._change.wait(0.1 if left is None else min(left, 0.1))
+                self._change.wait(min(left, 0.1))
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, while the thread runs."""
