@@ -191,11 +191,10 @@ class HeldInterrupt:
 
     def __init__(self) -> None:
         self._before: dict[int, Callable[..., Any]] = {}
-        self._here = threading.current_thread() is threading.main_thread()
         self._held = set[int]()
 
     def __enter__(self) -> HeldInterrupt:
-        if self._here:
+        if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
                 handler: Any = signal.getsignal(number)
                 if handler not in _FOREIGN:
