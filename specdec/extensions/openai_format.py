@@ -30,7 +30,7 @@ from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
 from specdec.requests.text import Vocabulary
-from specdec.values import Fields, Json, flag, refuse, short, whole, without, without_none, wrong
+from specdec.values import Fields, Json, flag, only, refuse, short, whole, without, without_none, wrong
 
 LEAST = -9999.0
 """The log-probability of what cannot come: JSON has no -inf. Source: OpenAI API reference, "top_logprobs"."""
@@ -122,7 +122,7 @@ def tools_of(body: Fields, chat: bool, tokenizer: Any = None, family: str | Answ
         return PLAIN
     template = getattr(tokenizer, "chat_template", None)
     own = format_of(family, template) if isinstance(family, str) else family
-    return tool_use({name: body.get(name) for name in FIELDS}, own, template)
+    return tool_use(body, own, template)
 
 
 def request_of(
@@ -139,7 +139,7 @@ def request_of(
     if used := [name for name in _UNTOLD if body.get(name) is not None and body[name] is not False]:
         raise InvalidInputError(f"{', '.join(used)}: an answer in OpenAI's format has no place for it")
     use = use or tools_of(body, chat)
-    template = {name: body[name] for name in CHAT_OPTIONS if chat and name in body and name != "tools"}
+    template = without(only(body, CHAT_OPTIONS), ("tools",)) if chat else {}
     template |= {"tools": use.tools} if use.tools else {}
     if template.get("chat_template") is not None:
         raise InvalidInputError("chat_template: this service takes no templates, which run as code; leave it out")

@@ -125,8 +125,7 @@ def plain(value: Any) -> Any:
 def _of_row(task: Task, row: Json, asking: TaskDefaults) -> Task:
     prompt = prompt_of(row)
     own = without(row, (*KEYS, *_ABOUT_PROMPTS, "metadata"))
-    kept = {"metadata": row["metadata"]} if "metadata" in row else {}
-    return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=kept)
+    return replace(task, prompt=prompt, params=params_of(own, asking, task), kept=only(row, ("metadata",)))
 
 
 def _of_openai(task: Task, row: Json, asking: TaskDefaults) -> Task:
@@ -142,14 +141,14 @@ def _of_openai(task: Task, row: Json, asking: TaskDefaults) -> Task:
     is_chat = task.form == "chat.completion"
     about = ("messages", *CHAT_OPTIONS) if is_chat else ("prompt",)
     use = tools_of(body, is_chat)
-    prompt = prompt_of({name: body.get(name) for name in about} | ({"tools": use.tools or None} if is_chat else {}))
+    prompt = prompt_of(only(body, about) | ({"tools": use.tools or None} if is_chat else {}))
     fields = FIELDS if is_chat else ()
     own = without(body, (*NO_OPTIONS, *_STREAM, *about, *fields))
     if any(streamed(body)):
         raise InvalidInputError(f"stream={short(body.get('stream'))} is not served; leave it out")
     own = options_of(own, is_chat)
     kept = {"model": body.get("model") or asking.name}
-    kept |= {"tools": {name: body.get(name) for name in fields}} if use.tools else {}
+    kept |= {"tools": only(body, fields)} if use.tools else {}
     return replace(task, prompt=prompt, params=with_tools(params_of(own, asking, task), use), kept=kept)
 
 

@@ -38,8 +38,8 @@ class ToolUse:
 
 
 def tool_use(given: Fields, own: AnswerFormat | None, template: Any = None) -> ToolUse:
-    """The `ToolUse` of a body's `FIELDS`. own: the format of the model's family, if it is known. template: its chat
-    template, which tells whether the model reasons first.
+    """The `ToolUse` of a body, of which `FIELDS` are read. own: the format of the model's family, if it is known.
+    template: its chat template, which tells whether the model reasons first.
 
     Raises:
         InvalidInputError: tools of another form, a choice that there is not, or a schema that cannot be kept to.
