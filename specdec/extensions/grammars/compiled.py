@@ -221,20 +221,18 @@ class GrammarCompiler:
         named = f"grammar {grammar.kind} {short(grammar.source)}"
         try:
             text = self._text(grammar)
+            matcher = self._matcher(text)
+            for warning in matcher.get_grammar_warnings():
+                warn_user(f"{named}: {warning}")
+            self._check_spelled(grammar, matcher)
+            self._check_special(grammar, text)
         except (ValueError, TypeError, AssertionError, RecursionError, OverflowError) as error:
             raise InvalidInputError(f"{named}: {error}") from None
-        matcher = self._matcher(text, named)
-        if matcher.is_error():
-            raise InvalidInputError(f"{named}: {str(matcher.get_error()).strip()}")
-        for warning in matcher.get_grammar_warnings():
-            warn_user(f"{named}: {warning}")
-        self._check_spelled(grammar, matcher, named)
-        self._check_special(grammar, text, named)
         begin = None if grammar.begin is None else self._finder(grammar.begin)
         return CompiledGrammar(self, matcher, begin, grammar.end is not None, _can_loop(grammar))
 
-    def _matcher(self, text: str, named: str) -> Any:
-        """A matcher of a grammar in llguidance's form. Raises InvalidInputError: it takes too long."""
+    def _matcher(self, text: str) -> Any:
+        """A matcher of a grammar in llguidance's form. Raises ValueError: it is wrong, or takes too long."""
         limits = self._lib.LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=10 * _MOST_ITEMS)
         made = []
 
@@ -242,11 +240,13 @@ class GrammarCompiler:
             made.append(self._lib.LLMatcher(self.tokenizer, text, log_level=0, limits=limits))
 
         if not self._workers.returns(make, COMPILE_SECONDS):
-            raise InvalidInputError(f"{named}: llguidance did not compile it within {COMPILE_SECONDS:g} s")
+            raise ValueError(f"llguidance did not compile it within {COMPILE_SECONDS:g} s")
+        if made[0].is_error():
+            raise ValueError(str(made[0].get_error()).strip())
         return made[0]
 
-    def _check_special(self, grammar: Grammar, text: str, named: str) -> None:
-        """text: the grammar for llguidance. Raises InvalidInputError: a special token is part of its text.
+    def _check_special(self, grammar: Grammar, text: str) -> None:
+        """text: the grammar for llguidance. Raises ValueError: a special token is part of its text.
 
         Where such a text must come, llguidance allows the tokenizer's own way to write it, which is that token: it ends
         the request, or is no part of its text.
@@ -261,16 +261,16 @@ class GrammarCompiler:
             texts += strings_of(json.loads(grammar.source))
         for each, hidden in itertools.product(texts, self._hidden):
             if hidden in each:
-                raise InvalidInputError(
-                    f"{named}: {short(each)} has {hidden}, a special token, which no text of a grammar can have; in "
+                raise ValueError(
+                    f"{short(each)} has {hidden}, a special token, which no text of a grammar can have; in "
                     "Lark write it without quotes, as begin or end give its id"
                 )
 
-    def _check_spelled(self, grammar: Grammar, matcher: Any, named: str) -> None:
-        """Raises InvalidInputError: the vocabulary has no tokens for it."""
+    def _check_spelled(self, grammar: Grammar, matcher: Any) -> None:
+        """Raises ValueError: the vocabulary has no tokens for it."""
         first, mask = matcher.deep_copy(), np.zeros((1, self.words), np.int32)
         if not self.fill([(first, 0, [])], mask):
-            raise InvalidInputError(f"{named}: {STUCK}")
+            raise ValueError(STUCK)
         texts = []
         if grammar.kind == "json":
             texts = [_JSON_TEXT, *strings_of(json.loads(grammar.source))]
@@ -283,7 +283,7 @@ class GrammarCompiler:
         missing += [token_id for token_id in ids if token_id >= self.tokenizer.vocab_size]
         if first.is_error() or not mask.any() or missing:
             what = short(missing[0]) if missing else "its first character"
-            raise InvalidInputError(f"{named}: the tokenizer has no tokens that spell {what}")
+            raise ValueError(f"the tokenizer has no tokens that spell {what}")
 
     def _spells(self, text: bytes) -> bool:
         return bool(self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(text)) == text)
