@@ -22,7 +22,7 @@ from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.extensions.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
 from specdec.extensions.attached.manager import Manager
 from specdec.model import SpeculativeModel
-from specdec.values import Options, short
+from specdec.values import Options, short, without
 
 _PLACE = "_specdec_attachment"
 _METHODS = ("generate", "generate_batch", "init_continuous_batching")
@@ -150,7 +150,7 @@ class Attachment:
         if inspect.unwrap(getattr(call.func, "__func__", call.func)) is not inspect.unwrap(GenerationMixin.generate):
             raise InvalidInputError(f"{type(model).__name__} has a generate of its own, in place of transformers'")
         arguments = _with_defaults(call)
-        kwargs = dict(arguments.pop("kwargs"))
+        kwargs = without(arguments.pop("kwargs"), ("trust_remote_code", "assistant_tokenizer"))
         inputs = arguments.pop("inputs")
         generation_config = arguments.pop("generation_config")
         streamer = arguments.pop("streamer")
@@ -165,8 +165,6 @@ class Attachment:
             hint = "attach(model, draft=assistant) drafts with an assistant; " * ("assistant_model" in names)
             raise InvalidInputError(f"generate({', '.join(names)}=…) is not served by specdec.attach: {hint}{WAY_OUT}")
         tokenizer = kwargs.pop("tokenizer", None)
-        _ = kwargs.pop("trust_remote_code", None)
-        kwargs.pop("assistant_tokenizer", None)
         configs = [kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)]
         by_default = [all(each.get(name) is None for each in configs) for name in ("max_length", "min_length")]
         config, rest = model._prepare_generation_config(generation_config, **kwargs)
