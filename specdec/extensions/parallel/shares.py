@@ -141,8 +141,9 @@ def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
     # transformers' marks of a model that it has divided; the modules are plain ones now.
     for attribute in ("_device_mesh", "_mesh_manager", "_tp_size"):
         vars(model).pop(attribute, None)
-    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-        vars(config).pop("distributed_config", None)
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            vars(config).pop("distributed_config", None)
     output = model.get_output_embeddings()
     if type(output) is nn.Linear:
         divide_rows(output, rank, size)
