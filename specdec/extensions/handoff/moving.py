@@ -120,12 +120,10 @@ class MovingRequests(Guests):
             del scheduler.waiting[request]
             if self._open(request, computed, drafts):
                 promised += more
-        new = self._entered
-        old = schedule
-        counts = np.array([one.num_drafts for one in new], np.int64)
-        rows = np.array([one.row for one in new], np.int64)
+        counts = np.array([one.num_drafts for one in self._entered], np.int64)
+        rows = np.array([one.row for one in self._entered], np.int64)
         arrived = int(np.count_nonzero(counts))
-        places = self.tensors.places(table.previous[old.rows[old.num_drafts > 0]], arrived)
+        places = self.tensors.places(table.previous[schedule.rows[schedule.num_drafts > 0]], arrived)
         if places is not None:
             table.previous[rows[counts > 0]] = places
         if scheduler.head_pages is None:
@@ -133,9 +131,9 @@ class MovingRequests(Guests):
             counts = np.minimum(scheduler.drafts_at(table.computed[rows], *limits), table.num_given[rows])
         scheduler.reserve(rows, table.computed[rows] + 1 + counts, False)
         return Schedule(
-            np.concatenate([old.rows, rows]),
-            np.concatenate([old.num_new, np.ones_like(rows)]),
-            np.concatenate([old.num_drafts, counts]),
+            np.concatenate([schedule.rows, rows]),
+            np.concatenate([schedule.num_new, np.ones_like(rows)]),
+            np.concatenate([schedule.num_drafts, counts]),
             arrived,
         )
 
