@@ -151,18 +151,17 @@ def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, st
 
     Attention that is divided neither by transformers' plan nor by the rules here is left whole.
     """
-    parts = {part: f"{pattern}.{part}" for part, _ in module.named_children()}
-    latent = "kv_b_proj" in parts
+    latent = hasattr(module, "kv_b_proj")
     queries = next((p for p in ("q_b_proj", "q_proj") if getattr(module, p, None) is not None), "")
     first = [queries, "kv_b_proj"] if latent else [queries, "k_proj", "v_proj"]
-    known = all(styles.get(parts.get(part, "")) == _BY_OUTPUT for part in first)
-    known = known and styles.get(parts["o_proj"]) == _BY_INPUT
+    own = {f"{pattern}.{part}": _BY_OUTPUT for part in first} | {f"{pattern}.o_proj": _BY_INPUT}
+    known = own.items() <= styles.items()
     ours = type(module).__name__ in _ABSORBABLE if latent else type(module).__name__ == "GptOssAttention"
     if not (known or ours) or any(type(getattr(module, part, None)) is not nn.Linear for part in (*first, "o_proj")):
-        for own in (pattern, *(p for p in styles if p.startswith(f"{pattern}."))):
-            styles.pop(own, None)
+        for inside in (pattern, *(p for p in styles if p.startswith(f"{pattern}."))):
+            styles.pop(inside, None)
         return set()
-    styles |= {parts[part]: _BY_OUTPUT for part in first} | {parts["o_proj"]: _BY_INPUT}
+    styles |= own
     if "sinks" in dict(module.named_parameters(recurse=False)):
         styles[f"{pattern}.sinks"] = _BY_OUTPUT
     heads, kv_heads = _heads(module, latent)
@@ -178,7 +177,7 @@ def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, st
             f"tensor_parallel_size={size}: {name} has {kv_heads} key-value heads; give a divisor or a multiple of it"
         )
     for part in ("k_proj", "v_proj"):
-        styles.pop(parts[part])
+        del styles[f"{pattern}.{part}"]
     return {pattern}
 
 
