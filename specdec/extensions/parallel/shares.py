@@ -132,8 +132,8 @@ def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
             module.out_features, module.in_features = module.weight.shape
         if is_cut:
             for projection in ("k_proj", "v_proj"):
-                parts = dict(getattr(module, projection).named_parameters(recurse=False))
-                repeated |= {f"{name}.{projection}.{part}": _kv_copies(module, size) for part in parts}
+                parts = getattr(module, projection).named_parameters(f"{name}.{projection}", recurse=False)
+                repeated |= {part: _kv_copies(module, size) for part, _ in parts}
             _keep_one_kv_head(module, rank, size)
         if style in _SUMMED:
             _add_once(module, rank)
