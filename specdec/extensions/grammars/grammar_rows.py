@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -38,10 +39,10 @@ class GrammarRows:
 
     def first_positions(self, rows: int) -> GrammarRows:
         """The rows with drafts among the first `rows` decided rows, reduced to their first position."""
-        found = np.flatnonzero((self.counts > 1) & (self.places < rows))
-        requests = tuple(self.requests[j] for j in found)
-        new_ids = tuple(self.new_ids[j] for j in found)
-        return GrammarRows(requests, new_ids, self.places[found], np.ones(len(found), np.int64))
+        own = (self.counts > 1) & (self.places < rows)
+        requests = tuple(compress(self.requests, own))
+        new_ids = tuple(compress(self.new_ids, own))
+        return GrammarRows(requests, new_ids, self.places[own], np.ones_like(self.counts[own]))
 
     def validate(self, query_lens: np.ndarray) -> None:
         """See `BatchExtra.validate`."""
