@@ -90,9 +90,9 @@ class RowTensors(ABC):
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
         """Copies, on the device, of one row's first drafts and, for a sampled row, of their distribution."""
 
-    @abstractmethod
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
         """Places of drafts for `count` arriving rows, where this engine's rows have those `taken`; None: after them."""
+        return None
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Put what requests have brought into their rows; returns the drafts of the whole round.
@@ -124,9 +124,6 @@ class EagerTensors(RowTensors):
         if sampled and draft.probs is not None:
             found["draft_probs"] = draft.probs[place, :count].clone()
         return found
-
-    def places(self, taken: np.ndarray, count: int) -> None:
-        """See `RowTensors.places`."""
 
     def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         if self.vocab is None:
