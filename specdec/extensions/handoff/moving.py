@@ -150,7 +150,6 @@ class MovingRequests(Guests):
 
     def _open(self, request: Request, computed: int, drafts: int) -> bool:
         """Open a row for a request, with its pages. False: its parameters do not fit."""
-        batch = self._engine
         scheduler = self._engine.scheduler
         fault = raised_twice(partial(scheduler.open_row, request, computed, computed))
         if fault is not None:
@@ -159,7 +158,7 @@ class MovingRequests(Guests):
             return False
         arrival = self._waiting.pop(request)
         request.has_pages = False
-        batch.table.begin[request.row] = 0  # modules have read all earlier positions; `Arrival.tensors` continues them
+        self._engine.table.begin[request.row] = 0  # modules have read what is before; see `Arrival.tensors`
         if scheduler.prefixes is not None:
             scheduler.prefixes.enter(request, NOTHING)
         for pool, pages in zip(scheduler.pools(), arrival.pages, strict=True):

@@ -219,9 +219,8 @@ class Transfers:
 
     def _check_held_at_once(self, lens: list[int]) -> None:
         size = self._model.config.page_size
-        num_pages = self._model.config.num_pages
         needed = sum(-(-n // size) for n in lens)
-        most = num_pages - 1
+        most = self._model.config.num_pages - 1
         if needed > most:
             raise CacheTooSmallError(
                 f"{len(lens)} prompts need {needed} pages of {size} tokens at once, and the KV cache has {most}: their "
