@@ -152,7 +152,7 @@ def look_through(path: Path) -> InputFacts:
     rows = 0
     lines = 0
     for line in lines_of(path, sha.update):
-        rows = rows + 1
+        rows += 1
         lines = line.number
         if (key := _known_key(line)) is not None:
             digests.append(digest(key.name))

@@ -178,7 +178,7 @@ class FollowedGrammar(RequestGrammar):
                     return found
                 matcher = None
                 state = 0
-                at = at + taken
+                at += taken
             mask = found.ready[at] = self._compiled.free_mask(state)
             if at == len(drafts) or (mask is not None and not allows(mask, drafts[at])):
                 return found
