@@ -20,7 +20,7 @@ from specdec.errors import SpecdecError
 from specdec.extensions import openai_format as openai
 from specdec.extensions.server.clients import Clients
 from specdec.extensions.server.monitor import Monitor
-from specdec.extensions.server.record import CLOSE, GONE, Refusal, RequestRecord
+from specdec.extensions.server.record import CLOSE, Refusal, RequestRecord, client_gone
 from specdec.extensions.server.request_log import RequestLog
 from specdec.extensions.server.server_settings import ServerSettings
 from specdec.extensions.tools.tool_use import ToolUse
@@ -163,7 +163,7 @@ class Service:
             words = f"the body has not arrived within {settings.body_seconds:g} s"
             raise Refusal(408, "body_late", words, CLOSE) from None
         except ClientDisconnect:
-            raise Refusal(GONE, "client_gone", "the client has gone") from None
+            raise client_gone() from None
         return bytes(data)
 
 
@@ -177,7 +177,7 @@ async def unless_gone(request: Request, stream: Any, work: Coroutine[Any, Any, T
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise Refusal(GONE, "client_gone", "the client has gone")
+            raise client_gone()
         return tasks[0].result()
     except BaseException:
         stream.close()

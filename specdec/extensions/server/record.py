@@ -42,6 +42,11 @@ class Refusal(HTTPException):
         self.reason = reason
 
 
+def client_gone() -> Refusal:
+    """The refusal of a request whose client went away."""
+    return Refusal(GONE, "client_gone", "the client has gone")
+
+
 @dataclass
 class RequestRecord:
     """One request.
@@ -97,9 +102,7 @@ class RequestRecord:
     def leave(self) -> None:
         """The client is gone; nothing where the answer has ended."""
         if not self.answered:
-            self.status = GONE
-            self.reason = "client_gone"
-            self.error = "the client has gone"
+            self.fail(client_gone(), GONE)
 
     def send(self, message: Message) -> None:
         """Note a message of the answer."""
