@@ -111,7 +111,7 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
     parts = {*decoder.modules()} - {decoder}
     own = {pattern_of(n): m for n, m in model.named_modules() if m in parts}
     styles = {pattern: style for pattern, style in given.items() if style not in _LEFT_WHOLE}
-    odd = sorted({style for style in styles.values() if style not in _SERVED})
+    odd = sorted({*styles.values()} - _SERVED)
     if odd:
         raise UnsupportedModelError(
             f"{name} cannot be divided: transformers' plan for it has styles that are not served: {', '.join(odd)}"
@@ -126,7 +126,7 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
         elif type(module).__name__ == "GptOssExperts":
             styles |= {f"{pattern}.{part}": style for part, style in _GPT_OSS_EXPERTS.items()} | {pattern: _EXPERTS}
     _leave_uneven_whole(model, styles, size)
-    if not any(style in (_BY_INPUT, _EXPERTS) for style in styles.values()):
+    if {_BY_INPUT, _EXPERTS}.isdisjoint(styles.values()):
         raise UnsupportedModelError(
             f"{name} cannot be divided: transformers has no tensor-parallel plan for it, and specdec none of its own; "
             "load it without tensor_parallel_size"
@@ -198,13 +198,13 @@ def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
     shapes = {pattern_of(name): parameter.shape for name, parameter in model.named_parameters()}
     uneven = set()
     for pattern, style in styles.items():
-        for shape in (shapes.get(pattern), shapes.get(f"{pattern}.weight")):
-            if shape is None or style not in (_BY_OUTPUT, _BY_INPUT, "packed_colwise", "packed_rowwise"):
-                continue
-            by_output = style in (_BY_OUTPUT, "packed_colwise") and len(shape) > 1
-            width = shape[-2] if by_output else shape[-1]
-            if width % (2 * size if style.startswith("packed") else size):
-                uneven.add(pattern.rpartition(".")[0])
+        shape = shapes.get(pattern, shapes.get(f"{pattern}.weight"))
+        if shape is None or style not in (_BY_OUTPUT, _BY_INPUT, "packed_colwise", "packed_rowwise"):
+            continue
+        by_output = style in (_BY_OUTPUT, "packed_colwise") and len(shape) > 1
+        width = shape[-2] if by_output else shape[-1]
+        if width % (2 * size if style.startswith("packed") else size):
+            uneven.add(pattern.rpartition(".")[0])
     for pattern in list(styles):
         if pattern in uneven or pattern.rpartition(".")[0] in uneven:
             del styles[pattern]
