@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.errors import InvalidInputError, TransferError, TransferTimeoutError, named_error
-from attention.transport.region_tables import Bound, Bounds, Descriptors, JsonObject, RankTable, Segments
+from attention.transport.region_tables import Bounds, Descriptors, JsonObject, RankTable, Segments
 from attention.transport.transports import Blocks, ReadPlan, synchronize
 
 _PROMPTLY = 2e-4
@@ -76,7 +76,7 @@ class NixlTransport:
         self._agent: Any = None
         self._memory = "DRAM"
         self._registered: Any = None
-        self._bounds: tuple[Bound, ...] = ()
+        self._bounds: Bounds = ()
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._late: list[NixlRead] = []
         self.lock = threading.RLock()
@@ -84,7 +84,7 @@ class NixlTransport:
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
-        self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
+        self._bounds, self._memory = bounds, "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)
         errors: _Errors = (*self.errors, RuntimeError)
         try:

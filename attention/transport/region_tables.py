@@ -173,10 +173,10 @@ class Bound:
     bytes: Tensor
 
 
-Bounds = Sequence[Bound]
+Bounds = tuple[Bound, ...]
 
 
-def bind(group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> tuple[Bound, ...]:
+def bind(group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> Bounds:
     """The regions of a cache group on this rank: for every layer its keys, then its values; for MLA only the latents.
 
     Args:

@@ -71,7 +71,7 @@ class SocketTransport(Granting):
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: it cannot listen there."""
-        self._bounds = tuple(bounds)
+        self._bounds = bounds
         try:
             server = _Server(self._place, _Handler)
         except OSError as error:

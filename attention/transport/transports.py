@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.errors import TransferError, TransferTimeoutError
-from attention.transport.region_tables import Bound, Bounds, CopyRange, EngineTable, JsonObject, RankTable, Segments
+from attention.transport.region_tables import Bounds, CopyRange, EngineTable, JsonObject, RankTable, Segments
 
 Blocks = Mapping[str, Sequence[int]]
 """Page numbers by cache group, in the order of a request's tokens."""
@@ -96,7 +96,7 @@ class Granting:
     """The common part of `Transport`s that copy pages themselves: regions, blocks of leases, and finished leases."""
 
     def __init__(self) -> None:
-        self._bounds: tuple[Bound, ...] = ()
+        self._bounds: Bounds = ()
         self._granted: dict[str, dict[str, frozenset[int]]] = {}
         self._finished: deque[str] = deque()
         self._lock = threading.Lock()
@@ -146,7 +146,7 @@ class LocalTransport(Granting):
         self._engine = ""
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
-        self._engine, self._bounds = engine, tuple(bounds)
+        self._engine, self._bounds = engine, bounds
         _open[engine] = self
         return {}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.transport.nixl_agent import NixlTransport
-from attention.transport.region_tables import Bound, EngineTable, RankTable, bind, check_fingerprints, plan
+from attention.transport.region_tables import Bounds, EngineTable, RankTable, bind, check_fingerprints, plan
 from attention.transport.sockets import SocketTransport
 from attention.transport.transports import LocalTransport, Read, ReadPlan, Transport, synchronize
 from specdec.errors import HandoffMismatchError, InvalidInputError, TransferError
@@ -78,12 +78,12 @@ class RankEnd:
         ranks = model.ranks
         number = 0 if ranks is None else ranks.rank
         device, part = str(model.device), 0 if ranks is None else _part(ranks)
-        bounds: list[Bound] = []
+        bounds: Bounds = ()
         for runner in model.runners:
             is_head = model.head is not None and runner is model.runners[-1]  # the head is not divided among ranks
             bounds += bind(runner.group, runner.layers, own_part=0 if is_head else part)
         address = transport.start(engine if number == 0 else f"{engine}-rank-{number}", bounds, device)
-        self.transport, self._bounds = transport, tuple(bounds)
+        self.transport, self._bounds = transport, bounds
         self.groups = [runner.group.name for runner in model.runners]
         self.table = RankTable(number, device, tuple(bound.region for bound in bounds), dict(address))
         held.finished, held.revoke = transport.finished, transport.revoke
