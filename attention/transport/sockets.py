@@ -167,7 +167,7 @@ class SocketRead:
         question = {
             "lease": plan.lease,
             "segments": [[s.remote, s.remote_offset, s.length] for s in segments],
-            "blocks": {group: list(own) for group, own in plan.remote_blocks.items()},
+            "blocks": dict(plan.remote_blocks),
         }
         peer.sendall(json.dumps(question).encode() + b"\n")
         answer = json.loads(_line(peer, deadline))

@@ -208,7 +208,7 @@ class LocalRead:
 
 def put(blocks: Tensor, numbers: Sequence[int], segment: CopyRange, piece: Tensor) -> None:
     """Write [n, length] bytes to their place in some blocks of a local region."""
-    index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
+    index = torch.tensor(numbers, dtype=torch.int64, device=blocks.device)
     start = segment.local_offset
     place = _wide(blocks[:, start : start + segment.length])
     place.index_copy_(0, index, piece.to(blocks.device).view(place.dtype))

@@ -191,11 +191,10 @@ def _of_caller(model: Any, config: GenerationConfig, ids: Tensor, given: Iterabl
     )
     own = []
     function = None
-    left = list(made)
     for one in given:
-        twin = next((i for i, other in enumerate(left) if _alike(one, other)), None)
+        twin = next((i for i, other in enumerate(made) if _alike(one, other)), None)
         if twin is not None:
-            del left[twin]
+            del made[twin]
         elif isinstance(one, PrefixConstrainedLogitsProcessor):
             function = one._prefix_allowed_tokens_fn
         else:

@@ -253,7 +253,7 @@ class Manager:
 
     def _of_request(self, max_new_tokens: int | None, eos: Any, options: Options) -> SamplingParams:
         changed = without_none(options)
-        if odd := sorted(set(changed) - set(_FEATURES)):
+        if odd := sorted(without(changed, _FEATURES)):
             raise InvalidInputError(f"add_request({', '.join(odd)}=…): allowed are {', '.join(_FEATURES)}")
         if changed and self._params.greedy:
             raise InvalidInputError(

@@ -42,7 +42,7 @@ def made(transport: str | Transport, options: Options) -> Transport:
         InvalidInputError: no transport, options that it does not have, or values that these cannot have.
     """
     if isinstance(transport, str):
-        known = list(inspect.signature(TRANSPORTS[transport]).parameters)
+        known = inspect.signature(TRANSPORTS[transport]).parameters
         if unknown := [name for name in options if name not in known]:
             allowed = ", ".join(known) or "none"
             raise InvalidInputError(

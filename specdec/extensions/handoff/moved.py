@@ -197,9 +197,9 @@ class Handoff:
             "lease": self.lease,
             "expires": self.expires,
             "moved": None if self.moved is None else asdict(self.moved),
-            "blocks": {group: list(own) for group, own in self.blocks.items()},
+            "blocks": dict(self.blocks),
             "completion": None if self.completion is None else asdict(self.completion),
-            "tensors": [[name, dtype_name(t.dtype), list(t.shape)] for name, t in self.tensors.items()],
+            "tensors": [[name, dtype_name(t.dtype), t.shape] for name, t in self.tensors.items()],
         }
         text = json.dumps(header).encode()
         # As bytes by way of uint8: numpy has no bfloat16.

@@ -151,7 +151,7 @@ class RanksLink(Link):
     def _others(self, transport: str | Transport, options: Options) -> tuple[RankTable, ...]:
         assert isinstance(transport, str)
         try:
-            others = open_on_other_ranks(self._model, transport, dict(options), self._engine_name)
+            others = open_on_other_ranks(self._model, transport, options, self._engine_name)
         except BaseException:
             self._end.transport.close()
             raise

@@ -106,7 +106,7 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
         UnsupportedModelError: its own plan has styles that are not served, or nothing in it can be divided.
     """
     name = type(model).__name__
-    given: dict[str, str] = dict(model.tp_plan or {})
+    given: dict[str, str] = model.tp_plan or {}
     decoder = model.get_decoder()
     parts = {*decoder.modules()} - {decoder}
     own = {pattern_of(n): m for n, m in model.named_modules() if m in parts}
