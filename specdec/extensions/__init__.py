@@ -9,8 +9,8 @@ package itself import from here, inside of functions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -49,6 +49,5 @@ def round_extras(one_process: bool, greedy: bool) -> tuple[Any, ...]:
     found: tuple[Any, ...] = ()
     for name, extension in EXTENSIONS.items():
         if extension.extras and find_spec(f"{__name__}.{name}") is not None:
-            module, function = extension.extras.split(":")
-            found += getattr(import_module(f"{__name__}.{name}.{module}"), function)(one_process, greedy)
+            found += resolve_name(f"{__name__}.{name}.{extension.extras}")(one_process, greedy)
     return found
