@@ -141,7 +141,7 @@ class Workers:
             raise RanksLostError(
                 "this process is a fork of the one that loaded the model, whose ranks it does not have"
             )
-        if any(process.lost is not None for process in self.processes):
+        if self.is_lost:
             raise RanksLostError(f"{self.found_loss()}{_AGAIN}")
 
     @property
