@@ -126,9 +126,9 @@ class NixlTransport:
     def _peer(self, plan: ReadPlan, rank: RankTable, segments: Segments) -> _Peer:
         key = (plan.source.engine, rank.rank)
         known = self._peers.get(key)
-        if known is not None and known.segments == segments:
-            return known
         if known is not None:
+            if known.segments == segments:
+                return known
             self.failed(plan.source.engine)
         agent = self._agent.add_remote_agent(base64.b64decode(rank.address["metadata"]))
         agent = agent.decode() if isinstance(agent, bytes) else agent
