@@ -195,7 +195,9 @@ class Asked:
                 "there are stop strings, in the arguments to `generate` or in the model's generation config, and no "
                 "tokenizer: pass the model's tokenizer to the `tokenizer` argument of `generate`"
             )
-        return (_Shared(stopping_criteria.StopStringCriteria(stop_strings=stops, tokenizer=self.tokenizer)),)
+        criterion = stopping_criteria.StopStringCriteria(stop_strings=stops, tokenizer=self.tokenizer)
+        # A function, which is not copied for each request: it has no state.
+        return (lambda ids, scores: criterion(ids, scores),)
 
     def result(self, done: Sequence[Completion]) -> Tensor | Any:
         """[B·n, L + new] int64 on the inputs' device, or transformers' output class."""
@@ -323,16 +325,3 @@ class _Padded:
 
     def _whole(self, ids: Tensor) -> Tensor:
         return torch.cat([self.row.to(ids.device), ids[:, self.length :]], 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Shared:
-    """A criterion without a state, which requests need no copies of."""
-
-    criterion: Any
-
-    def __call__(self, ids: Tensor, scores: Any) -> Any:
-        return self.criterion(ids, scores)
-
-    def __deepcopy__(self, memo: Any) -> _Shared:
-        return self
