@@ -140,10 +140,7 @@ class LocalTransport(Granting):
     """A `Transport` between engines of this process."""
 
     name = "local"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._engine = ""
+    _engine = ""
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         self._engine, self._bounds = engine, bounds
