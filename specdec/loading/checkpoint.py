@@ -46,7 +46,7 @@ from specdec.loading.quantisation import (
     check_quantisation,
 )
 from specdec.options.kinds import OrAuto
-from specdec.values import Options, short
+from specdec.values import Options, only, short, without_none
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 """In the order in which transformers looks for them; an index of shards is looked for after each.
@@ -176,12 +176,7 @@ class Checkpoint:
     @property
     def options(self) -> Options:
         """For every from_pretrained of transformers: config, model and tokenizer must be of one revision."""
-        return {
-            "trust_remote_code": self.trust_remote_code,
-            "local_files_only": self.local_files_only,
-            **({} if self.revision is None else {"revision": self.revision}),
-            **({} if self.gguf_file is None else {"gguf_file": self.gguf_file}),
-        }
+        return without_none(only(vars(self), ("trust_remote_code", "local_files_only", "revision", "gguf_file")))
 
 
 @dataclass(frozen=True)
