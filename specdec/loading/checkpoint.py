@@ -21,7 +21,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import cached_file
 
 from drafters.checkpoints.config_fields import Config
-from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.checkpoints.layouts import Layout, detect_by_config, layout_of_folder
 from drafters.checkpoints.tensor_files import (
     hub_answers,
     is_hub_name,
@@ -116,14 +116,8 @@ def _without_weights(names: Collection[str]) -> str:
     return f"it has no weights ({_WHOLE[0]}, or its index and shards); it holds {short(sorted(names))}"
 
 
-_HEADS = frozenset(
-    {
-        *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
-        *(Layout.EAGLE3_MOE, Layout.EAGLE3_GEMMA),
-        *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
-    }
-)
-
+_TARGETS = {Layout.CAUSAL_LM, Layout.UNKNOWN, *(layout for layout in Layout if layout.name.startswith("MTP_"))}
+"""Layouts of a target, with or without a module; all others are of heads."""
 _PLAIN = {"F32", "F16", "BF16"}
 """Types in a GGUF file that are no quantisation."""
 _INDEX = "model.safetensors.index.json"
@@ -334,19 +328,17 @@ def _without_config(names: set[str]) -> str:
 
 def _check_no_head(folder: Path, config: Config, names: set[str]) -> None:
     try:
-        shapes = _shapes(folder, names)
-        layout = detect(config, {short: shapes[name] for short, name in strip_prefixes(shapes).items()})
+        layout = layout_of_folder(open_folder(folder)) if _has_few_tensors(folder, names) else detect_by_config(config)
     except HeadLoadError:
         return  # tensors that differ by a prefix only, damaged or missing files: transformers reports them
-    if layout in _HEADS:
+    if layout is not None and layout not in _TARGETS:
         raise ModelLoadError(f"it is a draft head ({layout.value}); give it as draft=…, and its target here")
 
 
-def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes by name, if few enough for a head; else {}."""
+def _has_few_tensors(folder: Path, names: set[str]) -> bool:
+    """Whether there may be few enough for a head."""
     places = read_json(folder / _INDEX).get("weight_map") if _INDEX in names else None
-    few = len(places) <= _MOST_TENSORS_OF_A_HEAD if isinstance(places, dict) else _WHOLE[0] in names
-    return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
+    return len(places) <= _MOST_TENSORS_OF_A_HEAD if isinstance(places, dict) else _WHOLE[0] in names
 
 
 def _check_model_type(config: Config) -> None:
