@@ -4,6 +4,7 @@ all of it fits into memory, in numbers, before anything is allocated."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
         raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
     kind, original = ("", None) if find_long_rope(model) is not None else _changing_rope(config)
     dense = dense_up_to(model)
-    for limit, reason in (
+    limits = (
         (most, f"the model was made for at most {most} positions"),
         (
             original,
@@ -101,10 +102,11 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
             f"beyond index_topk={dense} tokens the model attends to the keys that its indexer chooses, which is not "
             f"served; up to there it attends to all. Allowed is {dense} or less",
         ),
-    ):
-        if asked is not None and limit is not None and asked > limit:
-            raise InvalidInputError(f"max_model_len={asked}: {reason}")
+    )
     if asked is not None:
+        for limit, reason in limits:
+            if limit is not None and asked > limit:
+                raise InvalidInputError(f"max_model_len={asked}: {reason}")
         return asked
     length = min(n for n in (most, original) if n is not None)
     if dense is not None and dense < length:
@@ -245,10 +247,10 @@ def batched_tokens(device: torch.device, rows: int, num_drafts: int) -> int:
     return max(_MANY_TOKENS if large else _SOME_TOKENS, rows * (num_drafts + 1))
 
 
-def host_bytes() -> int | None:
-    """Memory of this machine; None where the system does not report it (Windows)."""
+def host_bytes() -> int:
+    """Memory of this machine; any size where the system does not report it (Windows)."""
     if not hasattr(os, "sysconf"):
-        return None
+        return sys.maxsize
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -272,7 +274,7 @@ def check_counts(options: LoadOptions, max_model_len: int | None) -> None:
             f"request holds at least one; allowed is {most} or less, usual are 1 to 64"
         )
     needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
-    if total is not None and needed > total:
+    if needed > total:
         raise InvalidInputError(
             f"max_num_seqs={rows}, max_model_len={length}: a table of that many token ids takes {_gib(needed)}; this "
             f"machine has {_gib(total)}; lower max_num_seqs or max_model_len"
@@ -302,7 +304,7 @@ def check_sizes_fit(
     tables = rows * (length + 1) * _ID_BYTES + rows * -(-length // page) * _ID_BYTES
     buffers, total = _ARENA_COPIES * staging_bytes, host_bytes()
     caches = cache_bytes if device.type == "cpu" else 0
-    if total is not None and caches + tables + buffers > total:
+    if caches + tables + buffers > total:
         raise InvalidInputError(
             f"max_num_seqs={rows}, max_num_batched_tokens={config.max_num_batched_tokens}, max_model_len={length}, "
             f"num_speculative_tokens={config.num_speculative_tokens}: tables of tokens and pages take {_gib(tables)}, "
@@ -376,7 +378,8 @@ def check_cache_fits(
         free, total = torch.cuda.mem_get_info(device)
         has = f"{_gib(free)} of {_gib(total)} free"
     else:
-        free, has = host_bytes() or needed, f"{_gib(host_bytes() or 0)}"
+        free = host_bytes()
+        has = _gib(free)
     if needed > free:
         parts = f", {_gib(windowed_bytes)} of it for layers with windows or in chunks" if windowed_bytes else ""
         parts += f", {_gib(state_bytes)} of it for the recurrent states of all rows" if state_bytes else ""
