@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isclose
+from math import inf, isclose
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,7 @@ def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadO
     dtype, scales, source = options.kv_cache_dtype, options.kv_cache_scales, ""
     if dtype == "fp8":
         scales, source = chosen_scales(checkpoint, probed, scales)
-    format = KVFormat(STORED[dtype], tuple((keys, values) for keys, values in scales or ()), source)
+    format = KVFormat(STORED[dtype], tuple(scales or ()), source)
     if format.dtype is not None and not probed.calls:
         raise InvalidInputError(
             f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
@@ -110,15 +110,15 @@ def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
 
 @dataclass(frozen=True)
 class StoredScales:
-    """A checkpoint's declaration of its KV cache, made in `source`, and its scales by layer number in the checkpoint.
+    """A checkpoint's declaration of its KV cache, made in `source`, and its scales.
 
-    scheme: "fp8", another format in words, or "" where it names none.
+    scheme: "fp8", another format in words, or "" where it names none. scales: by "k" or "v" and the layer's number in
+    the checkpoint.
     """
 
     scheme: str
     source: str
-    keys: Mapping[int, float]
-    values: Mapping[int, float]
+    scales: Mapping[tuple[str, int], float]
 
 
 def chosen_scales(
@@ -136,16 +136,16 @@ def chosen_scales(
         return given, "given" if given else ""
     what, layers = f"kv_cache_dtype='fp8' for {checkpoint.name!r}", _layer_numbers(probed)
     _check_whole(stored, layers, what, given)
-    if not stored.keys:
+    if not stored.scales:
         return given, "given"
-    pairs = [(stored.keys[layer], stored.values[layer]) for layer in layers]
+    pairs = [(stored.scales["k", layer], stored.scales["v", layer]) for layer in layers]
     if given is not None:
         _check_same(given, pairs, layers, what, stored)
     return pairs, f"calibrated, from the checkpoint ({stored.source})"
 
 
 def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: Sequence[Pair] | None) -> None:
-    has, other = bool(stored.keys or stored.values), stored.scheme not in ("", "fp8")
+    has, other = bool(stored.scales), stored.scheme not in ("", "fp8")
     if has and other:
         raise ModelLoadError(
             f"{what}: {stored.source} says that the scales of its KV cache are for {stored.scheme}, not for fp8 "
@@ -159,7 +159,7 @@ def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: 
                 "values beyond 448), or a checkpoint with its scales"
             )
         raise ModelLoadError(f"{what}: {stored.source} says that its KV cache is {stored.scheme}, {reason}")
-    lacking = [n for n in layers if n not in stored.keys or n not in stored.values] if has else []
+    lacking = [n for n in layers if not {("k", n), ("v", n)} <= stored.scales.keys()] if has else []
     if lacking:
         raise ModelLoadError(
             f"{what}: the checkpoint has scales of its KV cache for some layers only: layers {short(lacking)} of "
@@ -196,13 +196,12 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
     names = {name: found for name in folder.tensors if (found := _NAME.search(name)) and not _NOT_TEXT.search(name)}
     if not names and not scheme:
         return None
-    keys: dict[int, float] = {}
-    values: dict[int, float] = {}
+    scales: dict[tuple[str, int], float] = {}
     for name, tensor in folder.load(names).items():
         found, scale = names[name], _number(name, tensor, checkpoint)
         for letter in found["both"] or found["own"] or found["proj"]:
-            (keys if letter == "k" else values)[int(found["layer"])] = scale
-    return StoredScales(scheme, source or "its tensors", keys, values)
+            scales[letter, int(found["layer"])] = scale
+    return StoredScales(scheme, source or "its tensors", scales)
 
 
 def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
@@ -212,10 +211,10 @@ def scales_in_words(checkpoint: Checkpoint | None, used: str) -> str | None:
     stored = stored_scales(checkpoint)
     if stored is None:
         return None
-    numbers = [*stored.keys.values(), *stored.values.values()]
+    numbers = stored.scales.values()
     if not numbers:
         return f"none in the checkpoint, though {stored.source} says {stored.scheme}"
-    layers = len({*stored.keys, *stored.values})
+    layers = len({layer for _, layer in stored.scales})
     return (
         f"not used; the checkpoint has calibrated ones for {layers} layers, {min(numbers):.3g} to {max(numbers):.3g} "
         f"({stored.source}): kv_cache_dtype='fp8' uses them"
@@ -236,13 +235,12 @@ def _files_of(checkpoint: Checkpoint) -> Path:
 
 
 def _number(name: str, tensor: Tensor, checkpoint: Checkpoint) -> float:
-    value = float(tensor) if tensor.numel() == 1 else float("nan")
-    if not 0 < value < float("inf"):
-        shown = f"shape {list(tensor.shape)}" if tensor.numel() != 1 else f"{value:g}"
-        raise ModelLoadError(
-            f"{checkpoint.name!r}: {name} is {shown}; a scale of the KV cache must be one positive number a layer"
-        )
-    return value
+    if tensor.numel() == 1 and 0 < (value := float(tensor)) < inf:
+        return value
+    shown = f"{float(tensor):g}" if tensor.numel() == 1 else f"shape {list(tensor.shape)}"
+    raise ModelLoadError(
+        f"{checkpoint.name!r}: {name} is {shown}; a scale of the KV cache must be one positive number a layer"
+    )
 
 
 def _scheme(folder: CheckpointFolder) -> tuple[str, str]:
