@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from attention.backends.limits import dtype_name
 from attention.hf.weights import dense_weight
 from drafters.base import DraftsOnSome, Head, TargetFacts
-from drafters.checkpoints.config_fields import UNKNOWN, Reported
+from drafters.checkpoints.config_fields import UNKNOWN, HeadReport, Reported
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder
 from drafters.families import FAMILIES, check_options, family_of
 from drafters.vocab import ids_of, most_frequent
@@ -193,51 +193,50 @@ def load_head(
     """
     given, vocabulary = reading_options(options), options.draft_vocab
     if not isinstance(draft, (str, Path, PreTrainedModel)):
-        check_options(given, None, "there is no draft head" if draft is None else "the head is loaded already")
+        reason = "there is no draft head" if draft is None else "the head is loaded already"
+        check_options(given, None, reason)
         if vocabulary is not None:
-            reason = "there is no draft head" if draft is None else "the head is loaded already (it has `draft_on`)"
-            raise wrong("draft_vocab", vocabulary, f"{reason}; leave it out")
+            own = "" if draft is None else " (it has `draft_on`)"
+            raise wrong("draft_vocab", vocabulary, f"{reason}{own}; leave it out")
         if draft is not None:
             _check_fits(draft, probed)
         return draft
-    family = None if isinstance(draft, PreTrainedModel) else IN_TARGET.get(str(draft))
-    path: str | Path | PreTrainedModel = draft
-    if family is None:
-        if not isinstance(draft, PreTrainedModel):
-            path = resolve_head(draft, *(None, None) if target is None else (target.name, target.gguf_file))
-        family = family_of(path)
+    found: Path | PreTrainedModel
+    if isinstance(draft, PreTrainedModel):
+        family, found = family_of(draft), draft
+    elif (family := IN_TARGET.get(str(draft))) is None:
+        path = resolve_head(draft, *(None, None) if target is None else (target.name, target.gguf_file))
+        family, found = family_of(path), locate(path)
     elif target is None:
         raise HeadLoadError(
             f"draft={str(draft)!r} reads the target's checkpoint, but this model has no name; give a folder"
         )
     else:
-        path = locate(target.path, target.revision)
+        found = locate(target.path, target.revision)
     check_options(given, family)
     if group.size > 1 and not family.among_ranks:
         raise InvalidInputError(
             f"draft: {family.name} drafts for a target in one process, not in {group.size}; give a head or "
             "draft='lookup', or tensor_parallel_size=1"
         )
-    found = path if isinstance(path, PreTrainedModel) else locate(path)
     head = family.code().load_head(found, probed.model, lambda: target_facts(probed), given)
-    if isinstance(path, PreTrainedModel):
+    if isinstance(found, PreTrainedModel):
         _check_fits(head, probed)
-    if isinstance(head, Reported):
-        _warn_of_unknown_keys(head)
+    if isinstance(head, Reported) and head.checkpoint_report is not None:
+        _warn_of_unknown_keys(head.checkpoint_report)
     if vocabulary is not None:
         draft_on(head, token_ids("draft_vocab", vocabulary), probed, tokenizer, group)
     return head
 
 
-def _warn_of_unknown_keys(head: Reported) -> None:
-    report = head.checkpoint_report
-    unknown = next((field.value for field in report.fields if field.name == UNKNOWN), None) if report else None
-    if report is not None and unknown is not None:
-        warn_user(
-            f"config.json of the head {report.path} has keys that are not known here and change nothing: {unknown}. If "
-            "one of them is of what the head computes, few drafts will be accepted: `specdec inspect HEAD --target "
-            "TARGET` measures it"
-        )
+def _warn_of_unknown_keys(report: HeadReport) -> None:
+    for field in report.fields:
+        if field.name == UNKNOWN:
+            warn_user(
+                f"config.json of the head {report.path} has keys that are not known here and change nothing: "
+                f"{field.value}. If one of them is of what the head computes, few drafts will be accepted: `specdec "
+                "inspect HEAD --target TARGET` measures it"
+            )
 
 
 def check_head_type(draft: Any) -> None:
