@@ -404,15 +404,10 @@ def _scaled_in(kind: torch.dtype, tensors: StateDict) -> StateDict:
 
 def _differences(model: PreTrainedModel, tensors: StateDict) -> Json:
     """The differences in the format of transformers' loading information; tied weights are stored once."""
-    expected, ours = model.state_dict(), {name: tuple(t.shape) for name, t in tensors.items()}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = {name for name in expected if name not in ours and name not in tied}
+    expected = model.state_dict()
+    shapes = ((name, tensors[name].shape, expected[name].shape) for name in expected.keys() & tensors.keys())
     return {
-        "missing_keys": missing,
-        "unexpected_keys": set(ours) - set(expected),
-        "mismatched_keys": [
-            (name, ours[name], tuple(t.shape))
-            for name, t in expected.items()
-            if name in ours and ours[name] != tuple(t.shape)
-        ],
+        "missing_keys": expected.keys() - tensors.keys() - model.all_tied_weights_keys.keys(),
+        "unexpected_keys": tensors.keys() - expected.keys(),
+        "mismatched_keys": [(name, stored, wanted) for name, stored, wanted in shapes if stored != wanted],
     }
