@@ -132,6 +132,16 @@ _OF_THE_HUB_OR_PICKLE: dict[type[Exception], str] = {
 }
 
 
+_REASONS: dict[tuple[type[Exception], ...], str] = {
+    (SafetensorError, EOFError): "a file of its weights is damaged or incomplete ({}); download it again",
+    (JSONDecodeError,): "one of its JSON files is damaged ({}); download it again",
+    (ImportError,): "a package is missing: {}",
+    (MemoryError,): "this machine has not enough memory for it",
+    (KeyError, AttributeError, TypeError, AssertionError, IndexError, ArithmeticError): "a value in its configuration "
+    "or weight files is wrong ({1}: {0})",
+}
+
+
 @contextmanager
 def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
     """Turn what transformers and the readers of files raise inside into a ModelLoadError, and name what was to be read.
@@ -158,19 +168,11 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
             return reason.format(checkpoint.revision)
     if checkpoint.local_files_only:
         return f"it is no folder, and the Hugging Face hub gave nothing: {NO_ANSWER}"
-    if isinstance(error, (SafetensorError, EOFError)):
-        return f"a file of its weights is damaged or incomplete ({_plain(error)}); download it again"
-    if isinstance(error, JSONDecodeError):
-        return f"one of its JSON files is damaged ({_plain(error)}); download it again"
-    if isinstance(error, ImportError):
-        return f"a package is missing: {_plain(error)}"
-    if isinstance(error, MemoryError):
-        return "this machine has not enough memory for it"
-    if isinstance(error, (KeyError, AttributeError, TypeError, AssertionError, IndexError, ArithmeticError)):
-        return f"a value in its configuration or weight files is wrong ({type(error).__name__}: {_plain(error)})"
-    if checkpoint.gguf_file is not None:
-        return f"{_plain(error).rstrip('.')}; {_GGUF}"
-    return _plain(error)
+    said = _plain(error)
+    for kinds, reason in _REASONS.items():
+        if isinstance(error, kinds):
+            return reason.format(said, type(error).__name__)
+    return said if checkpoint.gguf_file is None else f"{said.rstrip('.')}; {_GGUF}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
