@@ -10,7 +10,7 @@ other, and compared with the map.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -191,8 +191,8 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[
     mapped = head.to_target_ids(torch.tensor(ids, device=passages[0].token_ids.device)).tolist()
     tokens = dict(zip(ids, mapped, strict=True))
     hits = [
-        (tokens[draft] == token, draft in learnt and learnt[draft].most_common(1)[0][0] == token)
-        for learnt, tried in ((_counted(halves[0]), halves[1]), (_counted(halves[1]), halves[0]))
+        (tokens[draft] == token, learnt.get(draft) == token)
+        for learnt, tried in ((_learnt(halves[0]), halves[1]), (_learnt(halves[1]), halves[0]))
         for draft, token in tried
     ]
     table = torch.tensor(hits, dtype=torch.float64).reshape(-1, 2)
@@ -206,20 +206,18 @@ def _first_drafts(head: Head, passage: Passage, states: Mapping[int, Tensor]) ->
     return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))
 
 
-def _counted(pairs: Pairs) -> dict[int, Counter[int]]:
-    """The tokens that each draft id comes with."""
-    counts: dict[int, Counter[int]] = defaultdict(Counter)
-    for draft, token in pairs:
-        counts[draft][token] += 1
-    return counts
+def _learnt(pairs: Pairs) -> dict[int, int]:
+    """The token that each draft id comes with most often."""
+    return {draft: token for (draft, token), _ in reversed(Counter(pairs).most_common())}
 
 
 def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> tuple[str, ...]:
     """The commonest draft ids that come with another token than the map's."""
-    found = []
-    for draft, seen in sorted(_counted(pairs).items(), key=lambda item: -item[1].total()):
-        ((token, hits),) = seen.most_common(1)
-        if token != tokens[draft]:
-            place = f"comes with token {token} in {hits} of {seen.total()} places"
-            found.append(f"draft id {draft} is token {tokens[draft]} by d2t, and {place}")
+    learnt, hits = _learnt(pairs), Counter(pairs)
+    found = [
+        f"draft id {draft} is token {tokens[draft]} by d2t, and comes with token {learnt[draft]} in "
+        f"{hits[draft, learnt[draft]]} of {total} places"
+        for draft, total in Counter(draft for draft, _ in pairs).most_common()
+        if learnt[draft] != tokens[draft]
+    ]
     return tuple(found[:3])
