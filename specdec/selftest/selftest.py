@@ -245,7 +245,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     rows, none, everyone = DummyRows.of(target, ends), np.zeros_like(ends), range(len(ends))
     whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
     right = read_eager(target.hf_model, rows.ids)
-    error = max(float(_error(own, theirs)) for own, theirs in zip(whole, right, strict=True))
+    error = _largest([_error(*pair) for pair in zip(whole, right, strict=True)])
     if not error <= _TOLERANCE[target.hf_model.dtype]:  # "not <=": NaN is an error, too
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
@@ -272,9 +272,8 @@ def matmul_test(model: PreTrainedModel) -> None:
     """
     from specdec.ops.linear import invariant_linear
 
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight)]
-    weights = {m.weight.shape: m.weight for m in layers}
-    for weight in weights.values():
+    plain = (m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight))
+    for weight in {weight.shape: weight for weight in plain}.values():
         generator = torch.Generator(weight.device).manual_seed(0)  # the user's own stays as it is
         shape = (_LARGE_BATCH, weight.shape[1])
         x = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
