@@ -16,7 +16,7 @@ from specdec.loading.assembly import builds_of
 from specdec.loading.cache_format import scales_in_words
 from specdec.loading.quantisation import kind_in_words, quantisation_of
 from specdec.options.generation_config import named, sampling_of_model, unsupported
-from specdec.values import Json
+from specdec.values import Json, without
 from specdec.wrapped.changes import adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import tokens_fingerprint
 from specdec.wrapped.linears import linears_in_words
@@ -193,6 +193,5 @@ def _recurrent(states: StateRunner) -> Json:
 
 def _graphs(report: GraphReport) -> Json:
     """A capture's report with its memory in GiB."""
-    facts = dict(vars(report))
-    facts["GiB"] = round(facts.pop("bytes") / 2**30, 3)
-    return facts | {"seconds": round(report.seconds, 1)}
+    sizes = {"GiB": round(report.bytes / 2**30, 3), "seconds": round(report.seconds, 1)}
+    return without(vars(report), ("bytes",)) | sizes

@@ -73,8 +73,8 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
 
 def _processor_template(checkpoint: Checkpoint) -> str | None:
     """The chat template that older checkpoints keep for their processor alone, or None."""
-    options = {"revision": checkpoint.revision, "local_files_only": checkpoint.local_files_only}
-    file = cached_file(checkpoint.path, _TEMPLATE_FILE, **options, _raise_exceptions_for_missing_entries=False)
+    options = {**checkpoint.options, "_raise_exceptions_for_missing_entries": False}
+    file = cached_file(checkpoint.path, _TEMPLATE_FILE, **options)
     if file is None:
         return None
     template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
