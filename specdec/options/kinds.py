@@ -66,7 +66,6 @@ class Flag(Kind):
     read = staticmethod(flag)
 
 
-@dataclass(frozen=True)
 class Switch(Kind):
     """True, False or "auto"; as a word yes, no or auto."""
 
@@ -130,7 +129,6 @@ class Scales(Kind):
         return pairs
 
 
-@dataclass(frozen=True)
 class Tokens(Kind):
     """Token ids: a sequence, array or 1-D tensor of them; or a text, the name of a JSON file with a list of them."""
 
@@ -141,7 +139,6 @@ class Tokens(Kind):
         return token_ids(name, value)
 
 
-@dataclass(frozen=True)
 class Overrides(Kind):
     """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
 

@@ -179,14 +179,14 @@ def _token_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
-def _pairs(name: str, given: Any, allowed: str) -> list[tuple[Any, Any]]:
+def _pairs(name: str, given: Any, allowed: str) -> list[Any]:
     each = given.items() if isinstance(given, Mapping) else given
     if isinstance(each, (str, bytes)) or not isinstance(each, Iterable):
         raise refuse(name, given, allowed)
     pairs = list(each)
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise refuse(name, given, allowed)
-    return [(one, other) for one, other in pairs]
+    return pairs
 
 
 def _decay(name: str, given: Any) -> tuple[int, float]:
