@@ -252,8 +252,7 @@ def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
     own = getattr(config, "rope_parameters", None)
     if not isinstance(own, dict):
         return False
-    groups = [own, *(p for p in own.values() if isinstance(p, dict))]
-    for parameters in groups:
+    for parameters in (own, *(p for p in own.values() if isinstance(p, dict))):
         _narrow_rope_parameters(config, parameters, low)
     return True
 
@@ -269,7 +268,7 @@ def _narrow_rope_parameters(config: PreTrainedConfig, parameters: Options, low: 
     pairs = int(width * partial) // 2 if width == _HEAD_DIM else width // 2
     for name in ("short_factor", "long_factor"):
         if isinstance(factors := parameters.get(name), list):
-            parameters[name] = (factors * pairs)[:pairs] if len(factors) < pairs else factors[:pairs]
+            parameters[name] = (factors * pairs)[:pairs]
     if isinstance(sections := parameters.get("mrope_section"), list):
         shares = [max(section * pairs // sum(sections), 1) for section in sections]
         shares[0] += pairs - sum(shares)
