@@ -18,7 +18,7 @@ from attention.hf.weights import dense_weight
 from drafters.base import DraftsOnSome, Head, TargetFacts
 from drafters.checkpoints.config_fields import UNKNOWN, HeadReport, Reported
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder
-from drafters.families import FAMILIES, check_options, family_of
+from drafters.families import FAMILIES, Family, check_options, family_of
 from drafters.vocab import ids_of, most_frequent
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
@@ -201,6 +201,7 @@ def load_head(
         if draft is not None:
             _check_fits(draft, probed)
         return draft
+    family: Family | None
     found: Path | PreTrainedModel
     if isinstance(draft, PreTrainedModel):
         family, found = family_of(draft), draft
@@ -325,7 +326,7 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
     ids = [_counted(each) for text in texts for each in encode_prompts(text, plain)]
     counts = torch.bincount(torch.cat(ids)) if ids else torch.zeros(0, dtype=torch.int64)
     if not counts.any():
-        raise InvalidInputError(f"{int(counts.sum())} tokens in the texts: there must be at least 1")
+        raise InvalidInputError("0 tokens in the texts: there must be at least 1")
     return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
 
 
