@@ -199,9 +199,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         config.inference_mode = True
         _check_vocabulary(model, peft.load_peft_weights(place.path, device="cpu", **where))
         wrapped = peft.PeftModel(model, config)
-        # As peft's own from_pretrained: adapters may be saved with module names that transformers has renamed since.
-        names = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-        found = wrapped.load_adapter(place.path, "default", torch_device="cpu", key_mapping=names, **where)
+        found = wrapped.load_adapter(place.path, "default", torch_device="cpu", **where)
         missing = [key for key in found.missing_keys if not any(part in key for part in _SHARED)]
         problems = [f"{len(missing)} tensors are missing from it ({short(missing)})"] if missing else []
         if found.unexpected_keys:
