@@ -125,7 +125,7 @@ def _fields_of(config: GenerationConfig) -> Options:
     found = {"max_new_tokens": config.max_new_tokens, "max_time": config.max_time, "n": config.num_return_sequences}
     found |= {"stop": config.stop_strings or None}
     if config.do_sample:
-        found |= {name: _or(getattr(config, name), off) for name, off in _SAMPLED.items()}
+        found |= _SAMPLED | without_none({name: getattr(config, name) for name in _SAMPLED})
     found |= LogitsOptions(**{name: getattr(config, name, None) for name in OFF}).settings
     return without_none(found)
 
@@ -242,7 +242,8 @@ def _is_set(name: str, value: Any, neutral: Any) -> bool:
 def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:
     if config.max_new_tokens is not None:
         return config.max_new_tokens
-    length = whole("max_length", _or(config.max_length, 20), 1, None, "at least 1, a whole number")
+    given = 20 if config.max_length is None else config.max_length
+    length = whole("max_length", given, 1, None, "at least 1, a whole number")
     if length <= prompt_len:
         raise InvalidInputError(
             f"max_length={length} leaves no room after a prompt of {prompt_len} tokens; set max_new_tokens"
@@ -253,7 +254,3 @@ def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:
 def named(fields: Options) -> str:
     """Fields and their values, for a message."""
     return ", ".join(f"{name}={short(value)}" for name, value in sorted(fields.items()))
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
