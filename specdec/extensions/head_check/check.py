@@ -60,8 +60,13 @@ class Tried:
 
     def as_json(self) -> Json:
         """Numbers as they are."""
-        said = {"reading": self.reading.name, "head_overrides": dict(self.reading.overrides)}
-        return said | {"gain": self.gain, "error": self.error} | _numbers(self.stats)
+        return {
+            "reading": self.reading.name,
+            "head_overrides": dict(self.reading.overrides),
+            "gain": self.gain,
+            "error": self.error,
+            **_numbers(self.stats),
+        }
 
 
 @dataclass(frozen=True)
