@@ -28,7 +28,6 @@ from specdec.loading.cuda_graphs import GraphChoice, Graphs, choose_graphs, unca
 from specdec.loading.progress import log
 from specdec.options.generation_config import eos_ids
 from specdec.options.kinds import OrAuto
-from specdec.rounds.buckets import loop_limits
 from specdec.selftest.kept import FULL, SelfTest
 from specdec.selftest.selftest import check_target
 from specdec.selftest.shrinking import thresholds
@@ -53,7 +52,7 @@ class Parts:
         probed: the target. head: the draft head that fits it, or None. backend: computes attention.
         checkpoint: where the target was read from; None for a loaded model without a name.
         tokenizer: the given one, else the target's; None without one.
-        config: sizes and limits; with prefix caching if possible.
+        config: sizes and limits; with prefix caching if possible. loop: the head's draft loop; None without one.
         format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
         linears: why linear layers on a CPU stay as they are; "" where they are packed.
         prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
@@ -68,6 +67,7 @@ class Parts:
     tokenizer: Any
     backend: AttentionBackend
     config: EngineConfig
+    loop: AnyLoop | None
     format: KVFormat
     layout: KVLayout
     linears: str
@@ -160,8 +160,7 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
         UnsupportedModelError: the target would come out wrong.
         UnsupportedAttentionError: the backend lacks a variant.
     """
-    probed, head, config = parts.probed, parts.head, parts.config
-    loop = None if head is None else head.draft_loop(loop_limits(config))
+    probed, head, config, loop = parts.probed, parts.head, parts.config, parts.loop
     choice = choose_graphs(parts.backend, loop, cuda_graphs, uncapturable(probed, head))
     if group.size > 1:  # one without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=not choice.reason)

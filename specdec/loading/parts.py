@@ -234,6 +234,7 @@ def _sized(
         tokenizer,
         backend,
         config,
+        loop,
         format,
         kv_layout(options.kv_cache_layout, backend),
         linears,
