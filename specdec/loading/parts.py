@@ -115,11 +115,11 @@ _NOT_TESTED = ("self_test", "seed", "max_waiting_requests", "generation_config")
 def fingerprint_of(parts: Parts, options: LoadOptions) -> str | None:
     """See `specdec.selftest.kept.fingerprint`; None with code of others: the checkpoint's or a registered backend's."""
     checkpoint = parts.checkpoint
-    path = None
     own = type(parts.backend).__module__.startswith("attention.") and not options.trust_remote_code
-    if own and checkpoint is not None:
-        revision = {"local_files_only": True, "revision": checkpoint.revision}
-        path = cached_file(checkpoint.path, checkpoint.gguf_file or "config.json", **revision)
+    if checkpoint is None or not own:
+        return None
+    name = checkpoint.gguf_file or "config.json"
+    path = cached_file(checkpoint.path, name, local_files_only=True, revision=checkpoint.revision)
     if path is None:
         return None
     files = [file for file in Path(path).parent.glob("*") if file.is_file()]
