@@ -142,30 +142,28 @@ def resolve_device(device: Any) -> torch.device:
         InvalidInputError: the name is no device of torch, or the device is not supported or not present.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    present = (
-        "".join([", cuda", *(f", cuda:{i}" for i in range(count))]) if count else " (there is no CUDA device here)"
-    )
     if device is None:
         return torch.device("cuda" if count else "cpu")
+    present = ", ".join(["cpu", "cuda", *(f"cuda:{i}" for i in range(count))])
+    allowed = f"allowed are {present if count else 'cpu (there is no CUDA device here)'}"
     try:
         if isinstance(device, bool):  # it is an int, and True would be GPU 1
             raise TypeError("a bool names no device")
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         kind = "" if isinstance(device, str) else f" ({type(device).__name__})"
-        raise InvalidInputError(
-            f"device={short(device)}{kind} is not a torch device: allowed are cpu{present}"
-        ) from error
+        raise InvalidInputError(f"device={short(device)}{kind} is not a torch device: {allowed}") from error
     if place.type == "cpu":
         return torch.device("cpu")
-    reason = "CPU and CUDA are supported"
-    if place.type == "cuda" and not count:
+    if place.type != "cuda":
+        reason = "CPU and CUDA are supported"
+    elif not count:
         reason = "torch finds no CUDA device on this machine"
-    elif place.type == "cuda":
-        if place.index is None or place.index < count:
-            return place
+    elif place.index is None or place.index < count:
+        return place
+    else:
         reason = "this machine has no such GPU"
-    raise wrong("device", device, f"{reason}; allowed are cpu{present}")
+    raise wrong("device", device, f"{reason}; {allowed}")
 
 
 def resolve_dtype(dtype: Any) -> torch.dtype | str:
