@@ -243,15 +243,15 @@ def load_target(
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
-    placed: Any = model  # hides transformers' decorators, behind which type checkers do not see what `to` takes
     if not place:  # a library that packed it for a device may refuse to move it
-        placed = placed.to(device)
-    placed.eval()
-    quantisation = None if method is None else quantisation_of(placed, stored)
-    warn_of_dense(checkpoint.name, placed, quantisation)
+        placed: Any = model  # hides transformers' decorators, behind which type checkers do not see what `to` takes
+        placed.to(device)
+    model.eval()
+    quantisation = None if method is None else quantisation_of(model, stored)
+    warn_of_dense(checkpoint.name, model, quantisation)
     if quantisation is not None:
         log.info("the weights are quantised by %s", quantisation, extra={"aside": True})
-    return placed, quantisation
+    return model, quantisation
 
 
 def _own_quantizer(
@@ -284,10 +284,11 @@ def _from_pretrained(
     group: Group,
 ) -> PreTrainedModel:
     """The checkpoint through transformers, or this process's share of it in a group; `place`: see `placed_at`."""
+    model: PreTrainedModel
     reading = group.reading(config, found)
     quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
     with _module_tensors_expected(config, found), quiet, reading.while_reading():
-        loaded: Any = found.loader.from_pretrained(
+        model, info = found.loader.from_pretrained(
             checkpoint.path,
             config=config,
             dtype=dtype,
@@ -299,8 +300,6 @@ def _from_pretrained(
             **reading.options,
             **checkpoint.options,
         )
-    model: PreTrainedModel
-    model, info = loaded
     check_complete(model, info)
     reading.finish(model)
     return model
