@@ -124,13 +124,13 @@ def check_quantisation(stored: Config | None) -> str | None:
     if stored is None:
         return None
     method = method_of(stored) if isinstance(stored, Mapping) else None
-    if method == MODELOPT and not stored.get("quant_algo"):
-        return None  # the KV cache alone, see `kv_scales`
     if method == MODELOPT:
-        raise ModelLoadError(
-            f"its weights are quantised by NVIDIA ModelOpt (quant_algo {short(stored.get('quant_algo'))}), "
-            "which transformers cannot read; take the model without quantisation, or one of compressed-tensors"
-        )
+        if algorithm := stored.get("quant_algo"):
+            raise ModelLoadError(
+                f"its weights are quantised by NVIDIA ModelOpt (quant_algo {short(algorithm)}), which transformers "
+                "cannot read; take the model without quantisation, or one of compressed-tensors"
+            )
+        return None  # the KV cache alone, see `stored_scales`
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ModelLoadError(
             f"config.json says quantization_config={short(stored)}, a method that transformers "
@@ -243,9 +243,8 @@ def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | 
 def quantisation_of(model: PreTrainedModel, stored: Config | None) -> Quantisation | None:
     """How a loaded model is quantised; `stored`: `quantization_config` before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
-    if stored is not None and "gguf_file" in stored:  # transformers' note, which is no word on how they are stored
-        stored = None
-    if stored is None or method_of(stored) == MODELOPT:  # of which the KV cache alone is read, see `kv_scales`
+    # Of a GGUF file transformers notes nothing on how weights are stored; of ModelOpt the KV cache alone is read.
+    if stored is None or "gguf_file" in stored or method_of(stored) == MODELOPT:
         kinds = ", ".join(dict.fromkeys(kind_in_words(layer) for layer in model.modules() if is_quantised(layer)))
         return Quantisation(kinds) if kinds else None
     method = method_of(stored) or "unknown"
