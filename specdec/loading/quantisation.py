@@ -205,16 +205,15 @@ def settle(model: PreTrainedModel) -> None:
     from compressed_tensors.compressors import decompress_module
 
     compressor = quantizer.compressor
-    with torch.no_grad():
-        for layer in model.modules():
-            decompress_module(layer, compressor.force_compression_format)  # of layers without a scheme nothing
-    compressor.remove_decompression_hook(model)
     for layer in model.modules():
+        with torch.no_grad():
+            decompress_module(layer, compressor.force_compression_format)  # of layers without a scheme nothing
         scheme: Any = getattr(layer, "quantization_scheme", None)
         status = getattr(getattr(layer, "quantization_status", None), "value", "")
         rounds = scheme is None or scheme.input_activations or scheme.output_activations
         if not rounds and status == "decompressed" and type(layer) is torch.nn.Linear:
             vars(layer).pop("forward", None)
+    compressor.remove_decompression_hook(model)
 
 
 def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | str) -> None:
