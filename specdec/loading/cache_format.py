@@ -145,13 +145,10 @@ def chosen_scales(
 
 
 def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: Sequence[Pair] | None) -> None:
-    has, other = bool(stored.scales), stored.scheme not in ("", "fp8")
-    if has and other:
-        raise ModelLoadError(
-            f"{what}: {stored.source} says that the scales of its KV cache are for {stored.scheme}, not for fp8 "
-            "(e4m3); give kv_cache_dtype='auto'"
-        )
-    if not has and given is None:
+    other = stored.scheme not in ("", "fp8")
+    if not stored.scales:
+        if given is not None:
+            return
         reason = "for which there are no static scales; give kv_cache_scales, or kv_cache_dtype='auto'"
         if not other:
             reason = (
@@ -159,8 +156,12 @@ def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: 
                 "values beyond 448), or a checkpoint with its scales"
             )
         raise ModelLoadError(f"{what}: {stored.source} says that its KV cache is {stored.scheme}, {reason}")
-    lacking = [n for n in layers if not {("k", n), ("v", n)} <= stored.scales.keys()] if has else []
-    if lacking:
+    if other:
+        raise ModelLoadError(
+            f"{what}: {stored.source} says that the scales of its KV cache are for {stored.scheme}, not for fp8 "
+            "(e4m3); give kv_cache_dtype='auto'"
+        )
+    if lacking := [n for n in layers if not {("k", n), ("v", n)} <= stored.scales.keys()]:
         raise ModelLoadError(
             f"{what}: the checkpoint has scales of its KV cache for some layers only: layers {short(lacking)} of "
             f"{len(layers)} lack k_scale or v_scale; download it again, or give kv_cache_dtype='auto'"
