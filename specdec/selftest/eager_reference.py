@@ -30,6 +30,8 @@ from specdec.wrapped.target import Target
 if TYPE_CHECKING:
     from attention.recurrence.index import StateIndex
 
+VERIFY_LEN = 4
+"""Tokens of a verification with three drafts."""
 _ASKED = 6
 """Tokens of the text by which a model's positions are determined."""
 
@@ -230,19 +232,18 @@ def _nan_message(model: PreTrainedModel) -> str:
     )
 
 
-_MOST_DRAFTS, _MOST_OF_THREE = 3, 2
+def verifications(target: Target, prompts: np.ndarray) -> list[ReadPiece]:
+    """Verifications of rows whose `prompts` [B] tokens were read: of a target without recurrent layers one of four
+    tokens, else two or three, of which all but the last reject drafts.
 
-
-def rollback(target: Target, prompts: np.ndarray) -> list[ReadPiece]:
-    """Verifications by a recurrent target of rows whose `prompts` [B] tokens were read; all but the last reject drafts.
-
-    They have as many drafts as K allows, at most three, or two in each of three verifications, which so read seven
-    tokens as well (at K=1 six instead of four); with two or more drafts, one is rejected.
+    The latter have as many drafts as K allows, at most three, or two in each of three verifications, which so read
+    seven tokens as well (at K=1 six instead of four); with two or more drafts, one is rejected.
     """
-    assert target.states is not None
+    if target.states is None:
+        return [ReadPiece(prompts, prompts + VERIFY_LEN, range(len(prompts)))]
     rule = target.states.group.rule
-    num_new = (0, 1, 1) if rule.defers else (1, 1)
-    drafts = min(rule.num_drafts, _MOST_DRAFTS if len(num_new) == 2 else _MOST_OF_THREE)
+    num_new, most = ((0, 1, 1), 2) if rule.defers else ((1, 1), 3)
+    drafts = min(rule.num_drafts, most)
     accepted = min(drafts, max(drafts - 1, 1))
     pieces, start, replay = [], prompts, np.zeros_like(prompts)
     for number, new in enumerate(num_new, 1):

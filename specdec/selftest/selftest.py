@@ -20,6 +20,7 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.requests.prompts import encode_prompts
 from specdec.selftest.eager_reference import (
+    VERIFY_LEN,
     DummyRows,
     ReadPiece,
     errors_named,
@@ -27,7 +28,7 @@ from specdec.selftest.eager_reference import (
     likely_cause,
     read_eager,
     relative_errors,
-    rollback,
+    verifications,
 )
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
@@ -36,7 +37,6 @@ from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
 from specdec.wrapped.target import Target
 
 _PROMPT_LENS = np.array([19, 5, 11])
-_VERIFY_LEN = 4
 _NEIGHBOURS, _AT_A_TIME = 32, 16
 _LONG_ROW, _LONG_ROW_ON_CPU, _LONGEST_ROW = 256, 64, 512
 """Longest row of the real weights' test in float32; on a CPU, whose backend has no tiles and has read longer rows of
@@ -91,7 +91,7 @@ def check_target(
     if report.unbuilt is None:
         long = _LONG_ROW_ON_CPU if target.hf_model.device.type == "cpu" else _LONG_ROW
         return self_test(target, 0 if half or quick else min(long, room))
-    longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + _VERIFY_LEN)
+    longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + VERIFY_LEN)
     error = self_test(target, longest)
     beyond = [threshold for threshold in report.passed if threshold.value >= longest]
     untested = [f"rows beyond {in_words(beyond)}"] if beyond else []
@@ -109,8 +109,8 @@ def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
     The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
-    verified twice, so that drafts are rejected and replayed (`eager_reference.rollback`), and then a row is read from
-    its start. Layers do not round their activations to 8 bits here, where that can be switched off
+    verified twice, so that drafts are rejected and replayed (see `verifications`), and then a row is read from its
+    start. Layers do not round their activations to 8 bits here, where that can be switched off
     (`unrounded_activations`), so that the comparison is about attention; `fp8_self_test` tests specdec's FP8 layers.
     longest: tokens of the longest row, at least 23 (26 for a recurrent target), more where no other test reads long
     rows.
@@ -134,14 +134,12 @@ def self_test(target: Target, longest: int = 0) -> float:
 @torch.inference_mode()
 def _self_test(target: Target, longest: int) -> float:
     none = np.zeros_like(_PROMPT_LENS)
-    tail = _VERIFY_LEN if target.states is None else int(rollback(target, none)[-1].stop[0])
+    tail = verifications(target, none)[-1].stop
     lens = _PROMPT_LENS + tail
     lens[0] = max(lens[0], longest)
     prompts, rows = lens - tail, DummyRows.of(target, lens)
-    everyone = range(len(lens))
-    verified = [ReadPiece(prompts, lens, everyone)] if target.states is None else rollback(target, prompts)
     alone = ReadPiece(prompts if target.states is None else none, lens, (0,))  # a state is at its row's end
-    pieces = [ReadPiece(none, prompts, everyone), *verified]
+    pieces = [ReadPiece(none, prompts, range(len(lens))), *verifications(target, prompts)]
     error = _largest(_errors(rows, [*pieces, alone]))
     if _fits(target, error):
         return error
@@ -250,7 +248,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )
-    cuts = (ends - _VERIFY_LEN, ends - 1)
+    cuts = (ends - VERIFY_LEN, ends - 1)
     pieces = [ReadPiece(none, cuts[0], everyone)]
     pieces += [ReadPiece(cut, ends, chosen) for chosen in (everyone, (0,), (1,), (2,)) for cut in cuts]
     for piece in pieces:
@@ -329,7 +327,7 @@ def _error(ours: Tensor, right: Tensor) -> Tensor:
 
 def _lens_that_fit(target: Target) -> np.ndarray:
     """Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it."""
-    lens = _PROMPT_LENS + _VERIFY_LEN
+    lens = _PROMPT_LENS + VERIFY_LEN
     most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
     lens[0] = max(lens[0], min(_MOST_TOKENS, most, _room(target)))
     return lens

@@ -26,6 +26,7 @@ from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
 from specdec.selftest.eager_reference import (
+    VERIFY_LEN,
     DummyRows,
     ReadPiece,
     errors_named,
@@ -38,8 +39,7 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 from specdec.wrapped.target import Target
 
 _LENS = np.array([300, 9, 57])
-_VERIFY_LEN = 4
-_SHORTEST = 2 * _VERIFY_LEN
+_SHORTEST = 2 * VERIFY_LEN
 _PAGE_SIZE = 4
 _TOLERANCE = 1e-3
 """Largest rms error of any token's logits over their rms. Right models stay below 1e-5."""
@@ -201,7 +201,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     target = _target_of(small, lens)
     rows, none = DummyRows.of(target, lens), np.zeros_like(lens)
     right = read_eager(small.model, rows.ids)
-    prompt = lens - _VERIFY_LEN
+    prompt = lens - VERIFY_LEN
     first, second = np.minimum(prompt, [24, 5, 17]), np.minimum(prompt, [150, 5, 53])
     pieces = [
         ReadPiece(none, first, (0, 1, 2)),
@@ -266,7 +266,7 @@ def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
         from attention.recurrence.runner import StateRunner
         from attention.recurrence.states import StateGroup
 
-        slots = StateGroup(probed.recurrence_specs, len(lens) + 1, _VERIFY_LEN - 1)
+        slots = StateGroup(probed.recurrence_specs, len(lens) + 1, VERIFY_LEN - 1)
         states = StateRunner(slots, torch.float32, cpu)
     return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0, states)
 
