@@ -43,43 +43,41 @@ def check_complete(model: nn.Module, info: Mapping[str, Any]) -> None:
             the configuration does not have. Other surplus tensors (scales of an 8-bit cache, value heads, image towers)
             change nothing that the model computes; transformers reports them.
     """
-    cut = _surplus_in_layers(model, info["unexpected_keys"])
-    problems = [
-        _listed(info["missing_keys"], "missing from the checkpoint and would be random numbers"),
-        _listed(
+    problems = (
+        (info["missing_keys"], "missing from the checkpoint and would be random numbers"),
+        (
             [
                 f"{key}: {list(stored)} in the checkpoint, {list(wanted)} by the configuration"
                 for key, stored, wanted in info["mismatched_keys"]
             ],
             "of another shape",
         ),
-        _listed(cut, "in the checkpoint, but the configuration has no place for them in the decoder's layers"),
-        _listed(
+        (
+            _surplus_in_layers(model, info["unexpected_keys"]),
+            "in the checkpoint, but the configuration has no place for them in the decoder's layers",
+        ),
+        (
             _surplus_in_layers(model, info["unexpected_keys"], _QUANTISED),
             "of quantised weights (scales, packed numbers) that nothing reads, as config.json does not say how",
         ),
-        _listed(info.get("error_msgs") or (), "not loaded"),
-    ]
-    found = [problem for problem in problems if problem]
-    if found:
+        (info.get("error_msgs"), "not loaded"),
+    )
+    if found := "; ".join(_listed(names, what) for names, what in problems if names):
         raise ModelLoadError(
-            "the checkpoint does not fit its configuration: "
-            f"{'; '.join(found)}.\nLook whether config.json "
+            f"the checkpoint does not fit its configuration: {found}.\nLook whether config.json "
             "(num_hidden_layers, sizes, biases) is the one that belongs to these weights, and whether all files of the "
             "checkpoint are there. To use the model nevertheless, load it with transformers and pass the loaded model."
         )
 
 
 def _listed(names: Collection[str], what: str) -> str:
-    """'2 tensors missing …: a, b'; '' for none.
+    """'2 tensors missing …: a, b'.
 
     >>> _listed({"b", "a"}, "missing")
     '2 tensors missing (a, b)'
     >>> _listed(["a", "b", "c", "d", "e"], "missing")
     '5 tensors missing (a, b, c and 2 more)'
     """
-    if not names:
-        return ""
     first = sorted(names)[:_SHOWN]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what} ({', '.join(first)}{more})"
