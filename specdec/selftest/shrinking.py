@@ -82,9 +82,11 @@ class Threshold:
 
 def thresholds(config: PreTrainedConfig, max_model_len: int) -> tuple[Threshold, ...]:
     """The thresholds of a text configuration that a row of max_model_len tokens passes, each name once."""
+    text = config.get_text_config()
+    own = {name: value for name, value in vars(text).items() if not name.startswith("_")}
     found = {
         name: value
-        for name, value in _named_integers(config.get_text_config())
+        for name, value in _named_integers("", [own, *_layer_overrides(text).values()])
         if _is_threshold(name) and 1 <= value < max_model_len
     }
     return tuple(Threshold(name, value) for name, value in sorted(found.items()))
@@ -109,24 +111,16 @@ def miniature(config: PreTrainedConfig, low: Sequence[str], towers: bool = True)
     return small
 
 
-def _named_integers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Names and values of the integers of a configuration, those in lists and dicts included."""
-
-    def walk(name: str, value: Any) -> Iterator[tuple[str, int]]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield from walk(str(key), inner)
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                yield from walk(name, inner)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer():
-            yield name, int(value)
-
-    for name, value in vars(config).items():
-        if not name.startswith("_"):
-            yield from walk(name, value)
-    for overrides in _layer_overrides(config).values():
-        yield from walk("", overrides)
+def _named_integers(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    """Names and values of the integers in a value of this name, in a dict by their keys."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _named_integers(str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _named_integers(name, inner)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer():
+        yield name, int(value)
 
 
 def _is_threshold(name: str) -> bool:
