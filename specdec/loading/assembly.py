@@ -234,11 +234,11 @@ def dismantle(model: Any, freed_names: Iterable[str]) -> None:
     """Free everything made for a `SpeculativeModel` whose engine is closed, its attributes `freed_names`, and restore
     its transformers model. Every step can be done twice."""
     model.group.close()
-    device = model.device
-    if device.type == "cuda" and model.group.lost:
-        return  # a sum on the device may wait for the lost rank for ever, and so would a synchronisation
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        if model.group.lost:
+            return  # a sum on the device may wait for the lost rank for ever, and so would a synchronisation
+        torch.cuda.synchronize(model.device)
     # vars(): they are made at first use, see `transfers_of`, which this must not import.
     if (transfers := vars(model).get("_transfers")) is not None:
         transfers.close()
@@ -246,7 +246,7 @@ def dismantle(model: Any, freed_names: Iterable[str]) -> None:
     if freed and not model._shared.forked:  # a fork would first copy the memory of all objects
         gc.collect()  # compiled code and graphs refer to themselves
     model._alterations.undo()
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
 
 
