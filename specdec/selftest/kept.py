@@ -60,13 +60,14 @@ FULL = SelfTest()
 
 
 def self_test_of(mode: str, key: str | None) -> SelfTest:
-    """mode: the load option self_test. key: the start's fingerprint; None where no verdict may be kept of it."""
-    if mode == "quick" or key is None:
+    """mode: the load option self_test. key: the start's fingerprint; None where no verdict of it may be kept."""
+    if key is None:
         return SelfTest("quick") if mode == "quick" else FULL
-    file = cache_folder() / "self-tests" / key
-    with suppress(OSError, ValueError):
-        return SelfTest(error=float(file.read_text("utf-8")) if mode == "cached" else None, file=file)
-    return SelfTest(file=file)
+    file, error = cache_folder() / "self-tests" / key, None
+    if mode == "cached":
+        with suppress(OSError, ValueError):
+            error = float(file.read_text("utf-8"))
+    return SelfTest(error=error, file=file)
 
 
 def fingerprint(model: PreTrainedModel, head: Any, files: Iterable[Path], facts: Any) -> str:
