@@ -158,16 +158,16 @@ def own_fields(model: PreTrainedModel, use: Use) -> Options:
     return sampling_of_model(model)
 
 
-def unsupported(config: GenerationConfig | None) -> Options:
+def unsupported(config: GenerationConfig) -> Options:
     """Set fields of a model's generation_config that change its greedy tokens and that are not supported."""
-    return {} if config is None else _set_fields(config, refused_fields())
+    return _set_fields(config, refused_fields())
 
 
-def refused_fields(config: GenerationConfig | None = None) -> frozenset[str]:
-    """Fields of the installed transformers' GenerationConfig that a model's own may not set, and those of a config that
-    there are not: misspelt, most likely."""
-    names = vars(GenerationConfig()).keys() | (set() if config is None else vars(config).keys())
-    return frozenset(name for name in names - _CALLS_ONLY if how_served(name) == "refused" and not name.startswith("_"))
+def refused_fields(*configs: GenerationConfig) -> frozenset[str]:
+    """Fields of the installed transformers' GenerationConfig that a model's own may not set, and those of some configs
+    that there are not: misspelt, most likely."""
+    names = {name for config in (GenerationConfig(), *configs) for name in vars(config) if not name.startswith("_")}
+    return frozenset(name for name in names - _CALLS_ONLY if how_served(name) == "refused")
 
 
 def how_served(name: str) -> Served:
