@@ -249,12 +249,12 @@ def _of_shared_weights(model: PreTrainedModel) -> list[str]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     users = Counter(id(p) for m in model.modules() for p in vars(m)["_parameters"].values() if p is not None)
-    layers = [
-        (name, layer.get_base_layer())
+    return [
+        name
         for name, layer in model.named_modules()
         if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TrainableTokensLayer)
+        if any(users[id(p)] > 1 for p in layer.get_base_layer().parameters(recurse=False))
     ]
-    return [name for name, base in layers if any(users[id(p)] > 1 for p in base.parameters(recurse=False))]
 
 
 def _merged(wrapped: Any, adapter: Adapter) -> PreTrainedModel:
