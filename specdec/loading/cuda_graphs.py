@@ -89,7 +89,8 @@ def choose_graphs(
         return GraphChoice("" if required else "cuda_graphs=False", required)
     if not isinstance(backend, GraphBackend):
         return GraphChoice(f"backend {name!r} has none")
-    return GraphChoice(without or uncapturable, expected=not (without or uncapturable))
+    reason = without or uncapturable
+    return GraphChoice(reason, expected=not reason)
 
 
 def uncapturable(probed: TargetProbe, head: Head | None) -> str:
@@ -116,6 +117,7 @@ class Graphs:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig, choice: GraphChoice) -> None:
         self._parts = (target, drafter, config)
+        self._model = target.hf_model
         self._choice = choice
         self._made: GraphExecutor | None = None
         self._error: Exception | None = None
@@ -126,7 +128,7 @@ class Graphs:
         if self._choice.reason:
             return
         log.info("loading the compiler")
-        if self._parts[0].hf_model.device.type == "cuda":
+        if self._model.device.type == "cuda":
             loading_thread().join()  # else two threads could start the compiler's processes, see `make_pool`
         from specdec.execution.graphs import GraphExecutor
 
@@ -166,7 +168,7 @@ class Graphs:
             self._warn(reason)
             gc.collect()
             # After gc: graphs refer to themselves and hold their memory until they are collected.
-            if self._parts[0].hf_model.device.type == "cuda":
+            if self._model.device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
             if not self._choice.expected:
@@ -174,9 +176,8 @@ class Graphs:
         return EagerExecutor(*self._parts)
 
     def _warn(self, reason: str) -> None:
-        model = self._parts[0].hf_model
-        quantised = dict.fromkeys(type(layer).__name__ for layer in model.modules() if not runs_plainly(layer))
-        name = type(model).__name__ + (f" with quantised layers ({', '.join(quantised)})" if quantised else "")
+        quantised = dict.fromkeys(type(layer).__name__ for layer in self._model.modules() if not runs_plainly(layer))
+        name = type(self._model).__name__ + (f" with quantised layers ({', '.join(quantised)})" if quantised else "")
         warn_user(
             f"{name} runs without CUDA graphs, several times slower in small batches: {reason}. "
             "cuda_graphs=True shows the whole error, cuda_graphs=False is silent"
