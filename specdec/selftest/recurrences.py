@@ -24,7 +24,6 @@ from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import (
     CallState,
     ConvSpec,
-    ConvState,
     DeltaSpec,
     RecurrenceSpec,
     ScanSpec,
@@ -179,8 +178,7 @@ def _call(functions: Any, name: str, inputs: Sequence[Any], kept: CallState, row
     """A recurrence's outputs [T, …] on the CPU, by functions on the device of `rows`; `kept` goes on."""
     device = rows.slots.device
     sent = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
-    states = [kept.ring] if isinstance(kept, ConvState) else [kept.state, kept.ring]
-    found: Tensor = getattr(functions, name)(*sent, *states, rows)
+    found: Tensor = getattr(functions, name)(*sent, *vars(kept).values(), rows)
     return found.cpu()
 
 
