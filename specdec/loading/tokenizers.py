@@ -86,9 +86,7 @@ def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:
 
     No error: checkpoints with a padding token after the last row of their embedding are common.
     """
-    if not hasattr(type(tokenizer), "__len__"):
-        return
-    if len(tokenizer) > vocab_size:
+    if hasattr(type(tokenizer), "__len__") and len(tokenizer) > vocab_size:
         warn_user(
             f"the tokenizer has {len(tokenizer)} tokens and the target {vocab_size}: it may be another model's; "
             "prompts with ids beyond the target's vocabulary are refused"
