@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from torch import Tensor
 
 from drafters.base import Head, OtherReading
 from drafters.checkpoints.config_fields import Reported
@@ -18,6 +16,7 @@ from specdec.extensions.head_check.measurement import (
     PROMPTS,
     Chains,
     Passage,
+    States,
     aux_states,
     chains,
     check_map,
@@ -159,7 +158,7 @@ def _tried(
     readings: Sequence[OtherReading],
     own: Chains,
     passages: Sequence[Passage],
-    states: Sequence[Mapping[int, Tensor]],
+    states: Sequence[States],
     num_drafts: int,
 ) -> list[Tried]:
     """Each reading on the same passages, the best first."""

@@ -38,6 +38,8 @@ PROMPTS = (
 )
 """Questions that any target trained on English answers; a target's own are better: `specdec inspect --file`."""
 MAX_NEW_TOKENS = 64
+States = Mapping[int, Tensor]
+"""The target's states on a passage, [T, Ht] after each of some layers, by layer."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,14 @@ class Passage:
 
 
 @torch.no_grad()
-def aux_states(probed: TargetProbe, passages: Sequence[Passage], layers: Sequence[int]) -> list[Mapping[int, Tensor]]:
-    """The target's states on each passage, by its own forward: [T, Ht] after each of these layers.
-
-    Args:
-        layers: aux layers 0 … N, or `drafters.base.FINAL_NORM`.
-    """
+def aux_states(probed: TargetProbe, passages: Sequence[Passage], layers: Sequence[int]) -> list[States]:
+    """The target's states on each passage, by its own forward. layers: 0 … N, or `drafters.base.FINAL_NORM`."""
     places = tuple(dict.fromkeys(layers))
     alterations = Alterations(probed)
     try:
         longest = max(len(passage.token_ids) for passage in passages)
         recorder = AuxStateRecorder(probed, places, longest, alterations)
-        found: list[Mapping[int, Tensor]] = []
+        found: list[States] = []
         for passage in passages:
             length = len(passage.token_ids)
             with recorder.recording(length):
@@ -106,18 +104,18 @@ def runs_in_chains(head: Head) -> bool:
 
 
 @torch.no_grad()
-def chains(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, Tensor]], num_drafts: int) -> Chains:
+def chains(head: Head, passages: Sequence[Passage], states: Iterable[States], num_drafts: int) -> Chains:
     """Draft from every position of every answer.
 
     Args:
-        states: the target's, of each passage by layer; the head's aux layers are among them.
+        states: of each passage; the head's aux layers are among them.
         num_drafts: K, at least 1; fewer where the answer ends.
     """
     found = [_chains_of(head, passage, of, num_drafts) for passage, of in zip(passages, states, strict=True)]
     return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
 
 
-def _chains_of(head: Head, passage: Passage, states: Mapping[int, Tensor], num_drafts: int) -> Chains:
+def _chains_of(head: Head, passage: Passage, states: States, num_drafts: int) -> Chains:
     ids = passage.token_ids
     rows, draft_ids = _draft_ids(head, passage, states, num_drafts)
     drafted = (len(ids) - 2 - rows).clamp(max=num_drafts)
@@ -126,7 +124,7 @@ def _chains_of(head: Head, passage: Passage, states: Mapping[int, Tensor], num_d
     return Chains(drafted, accept_greedy(head.to_target_ids(draft_ids), drafted, wanted).num_accepted)
 
 
-def _draft_ids(head: Head, passage: Passage, states: Mapping[int, Tensor], num_drafts: int) -> tuple[Tensor, Tensor]:
+def _draft_ids(head: Head, passage: Passage, states: States, num_drafts: int) -> tuple[Tensor, Tensor]:
     """The rows [C] of an answer that draft, and what each drafts [C, K].
 
     Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on.
@@ -178,11 +176,11 @@ class MapCheck:
 
 
 @torch.no_grad()
-def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[int, Tensor]]) -> MapCheck:
+def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States]) -> MapCheck:
     """Compare a head's vocabulary map with one learnt from answers.
 
     Args:
-        states: the target's, of each passage by layer; the head's aux layers are among them.
+        states: of each passage; the head's aux layers are among them.
     """
     said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
     halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]
@@ -200,7 +198,7 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[Mapping[
     return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
 
 
-def _first_drafts(head: Head, passage: Passage, states: Mapping[int, Tensor]) -> list[tuple[int, int]]:
+def _first_drafts(head: Head, passage: Passage, states: States) -> list[tuple[int, int]]:
     """(draft id of the first draft, the target's own token) at each position of an answer."""
     rows, draft_ids = _draft_ids(head, passage, states, 1)
     return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))
