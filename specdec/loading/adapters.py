@@ -201,14 +201,12 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         wrapped = peft.PeftModel(model, config)
         found = wrapped.load_adapter(place.path, "default", torch_device="cpu", **where)
         missing = [key for key in found.missing_keys if not any(part in key for part in _SHARED)]
-        problems = [f"{len(missing)} tensors are missing from it ({short(missing)})"] if missing else []
-        if found.unexpected_keys:
-            problems.append(
-                f"{len(found.unexpected_keys)} of its tensors belong to modules that the model does not have "
-                f"({short(sorted(found.unexpected_keys))})"
-            )
-        if problems:
-            raise ModelLoadError(f"{'; '.join(problems)}; is it for another base model?")
+        problems = (
+            (missing, "tensors are missing from it"),
+            (sorted(found.unexpected_keys), "of its tensors belong to modules that the model does not have"),
+        )
+        if odd := [f"{len(keys)} {what} ({short(keys)})" for keys, what in problems if keys]:
+            raise ModelLoadError(f"{'; '.join(odd)}; is it for another base model?")
     wrapped.eval()
     if merge and (shared := _of_shared_weights(model)):
         if adapter.merge is True:
