@@ -224,8 +224,7 @@ def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[in
     for layer in range(count):
         kind = (*(str(values[layer]) for values in lists.values()), str(overrides.get(layer)))
         places.setdefault(kind, []).append(layer)
-    chosen = [p[0] for p in places.values()] + [p[1] for p in places.values() if len(p) > 1]
-    chosen = chosen[:_MOST_LAYERS]
+    chosen = [place[n] for n in (0, 1) for place in places.values() if len(place) > n][:_MOST_LAYERS]
     _set_layers(config, len(chosen))
     for name, values in lists.items():
         setattr(config, name, type(values)(values[layer] for layer in chosen))
