@@ -44,8 +44,8 @@ def facts_of(model: Any) -> Json:
         "target": getattr(checkpoint, "gguf_file", None)
         or model.hf_model.name_or_path
         or type(model.hf_model).__name__,
-        "revision": None if checkpoint is None else checkpoint.revision,
-        "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
+        "revision": getattr(checkpoint, "revision", None),
+        "trust_remote_code": getattr(checkpoint, "trust_remote_code", False),
         "adapter": _adapter(model),
         "architecture": type(model.hf_model).__name__,
         "parameters": sum(num_elements(name, p) for name, p in model.hf_model.named_parameters()),
@@ -96,7 +96,7 @@ def _head(head: Any, device: Any) -> Json:
 def _adapter(model: Any) -> str | None:
     """The loaded adapter and whether it runs live, or the adapters of the given model; None for none."""
     live = in_words(adapter_states(adapter_layers(model.hf_model)))
-    named = None if model.checkpoint is None else model.checkpoint.adapter
+    named = getattr(model.checkpoint, "adapter", None)
     if named is None:
         return f"live: {live}" if live else None
     return f"{named}, {'live' if live else 'merged'}"
@@ -104,8 +104,8 @@ def _adapter(model: Any) -> str | None:
 
 def _quantisation(model: Any) -> Json | None:
     """How the target's weights are stored and run, and which layers; None for a target that is not quantised."""
-    target, stored = model.hf_model, None if model.checkpoint is None else model.checkpoint.quantisation
-    found = stored or quantisation_of(target, None)
+    target = model.hf_model
+    found = getattr(model.checkpoint, "quantisation", None) or quantisation_of(target, None)
     if found is None:
         return None
     from specdec.selftest.quantised import rounds_activations
