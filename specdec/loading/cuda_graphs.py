@@ -186,7 +186,7 @@ class Graphs:
 
 def _in_words(error: Exception) -> str:
     """The first line of an error's message, with its type."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    first = str(error).strip().partition("\n")[0].strip()
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]}…"
 
