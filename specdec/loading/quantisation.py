@@ -154,7 +154,7 @@ def _missing(*packages: Sequence[str]) -> list[str]:
     """
     found = []
     for module, distribution, *least in packages:
-        oldest = next((getattr(import_utils, each, "") if each.endswith("VERSION") else each for each in least), "")
+        oldest = getattr(import_utils, least[0], least[0]) if least else ""
         wanted = f"{distribution}>={oldest}" if oldest else distribution
         try:
             old = oldest and Version(importlib.metadata.version(distribution)) < Version(oldest)
