@@ -9,10 +9,9 @@ from __future__ import annotations
 import pickle
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from json import JSONDecodeError
-from typing import Any
 
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from jinja2 import TemplateError
@@ -22,6 +21,7 @@ from torch import nn
 from drafters.checkpoints.tensor_files import HTTP_ERRORS, NO_ANSWER
 from specdec.errors import UNNAMED_ERRORS, HeadLoadError, ModelLoadError, SpecdecError
 from specdec.loading.checkpoint import Checkpoint
+from specdec.values import Fields
 
 _SHOWN = 3
 _MODULE_PARTS = ("enorm", "hnorm", "eh_proj")
@@ -32,7 +32,7 @@ _QUANTISED = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".weight_
 """Names of tensors that quantised linear layers have in addition to `weight`, or instead: they give it its meaning."""
 
 
-def check_complete(model: nn.Module, info: Mapping[str, Any]) -> None:
+def check_complete(model: nn.Module, info: Fields) -> None:
     """Check that a target is all of its checkpoint, and no more.
 
     info: transformers' loading information (`output_loading_info=True`). Tied weights, and what the model's class or a

@@ -30,6 +30,7 @@ from specdec.loading.cuda_graphs import loading_thread
 from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
 from specdec.loading.names import load_pair
 from specdec.loading.progress import log
+from specdec.loading.quantisation import Dtype
 from specdec.loading.sizes import (
     Pools,
     Rows,
@@ -135,7 +136,7 @@ def _open(
     """The target and where it was read from; kernels and the compiler begin while its weights are read."""
     log.info("loading the target")
 
-    def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
+    def begin(config: Any, kind: Dtype, place: torch.device) -> None:
         own = getattr(config.get_text_config(), "max_position_embeddings", None)
         check_counts(options, options.max_model_len or own)
         kind = kind if isinstance(kind, torch.dtype) else config.dtype

@@ -30,6 +30,8 @@ from specdec.errors import ModelLoadError
 from specdec.user_warnings import warn_user
 from specdec.values import Json, Options, short
 
+Dtype = torch.dtype | str
+"""A dtype, or "auto": the checkpoint's."""
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
 """Fields of a `quantization_config` that describe how numbers are stored, over all methods."""
 
@@ -216,7 +218,7 @@ def settle(model: PreTrainedModel) -> None:
     compressor.remove_decompression_hook(model)
 
 
-def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | str) -> None:
+def hold_dtype(model: PreTrainedModel, method: str | None, dtype: Dtype) -> None:
     """Cast the parameters that bitsandbytes left in floating point to `dtype`; "auto" keeps the stored dtypes.
 
     transformers reads such a checkpoint's norms, embeddings and output layer in the dtype they are stored in, whatever
@@ -317,7 +319,7 @@ def load_quanto(
     layers: Mapping[str, Mapping[str, str]],
     loader: Any,
     config: PreTrainedConfig,
-    dtype: torch.dtype | str,
+    dtype: Dtype,
 ) -> tuple[PreTrainedModel, Json]:
     """Load a folder that optimum-quanto saved: packed weights, and a map of how each layer was quantised.
 

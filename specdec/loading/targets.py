@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from attention.hf.patches import borrowed
+from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.layouts import module_names
 from drafters.checkpoints.tensor_files import open_folder, read_json
 from specdec.errors import InvalidInputError, ModelLoadError
@@ -41,6 +42,7 @@ from specdec.loading.names import resolve
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     QUANTO_MAP,
+    Dtype,
     Quantisation,
     check_quantisation,
     hold_dtype,
@@ -55,7 +57,7 @@ from specdec.loading.quantisation import (
 )
 from specdec.loading.sizes import check_weights_fit
 from specdec.options import LoadOptions
-from specdec.values import short, wrong
+from specdec.values import Options, short, wrong
 from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import check_loaded_target
@@ -114,9 +116,9 @@ def model_class(config: PreTrainedConfig, found: AutoClass) -> Any:
     return found.mapping.get(type(config), PreTrainedModel)
 
 
-OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
-"""Called with a target's configuration, the chosen dtype ("auto": the checkpoint's) and its device, before its
-weights are read; for a loaded model, before it is run."""
+OnConfig = Callable[[PreTrainedConfig, Dtype, torch.device], None]
+"""Called with a target's configuration, the chosen dtype and its device, before its weights are read; for a loaded
+model, before it is run."""
 
 
 def check_target_type(target: Any) -> None:
@@ -166,7 +168,7 @@ def resolve_device(device: Any) -> torch.device:
     raise wrong("device", device, f"{reason}; {allowed}")
 
 
-def resolve_dtype(dtype: Any) -> torch.dtype | str:
+def resolve_dtype(dtype: Any) -> Dtype:
     """A torch dtype, or "auto".
 
     Raises:
@@ -180,7 +182,7 @@ def resolve_dtype(dtype: Any) -> torch.dtype | str:
     return found
 
 
-def dtype_on(device: torch.device, config: PreTrainedConfig, plain: bool) -> torch.dtype | str:
+def dtype_on(device: torch.device, config: PreTrainedConfig, plain: bool) -> Dtype:
     """What "auto" is: on a GPU the checkpoint's own dtype; on a CPU bfloat16, if that is the checkpoint's and the
     processor multiplies it, else float32, which a line of the log says where it is not the checkpoint's.
 
@@ -199,7 +201,7 @@ def dtype_on(device: torch.device, config: PreTrainedConfig, plain: bool) -> tor
 
 def load_target(
     checkpoint: Checkpoint,
-    dtype: torch.dtype | str,
+    dtype: Dtype,
     device: torch.device,
     on_config: OnConfig | None = None,
     group: Group = ALONE,
@@ -257,8 +259,8 @@ def load_target(
 def _own_quantizer(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
-    stored: Mapping[str, Any],
-    dtype: torch.dtype | str,
+    stored: Config,
+    dtype: Dtype,
     device: torch.device,
     group: Group,
 ) -> AbstractContextManager[None]:
@@ -279,8 +281,8 @@ def _from_pretrained(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
     found: AutoClass,
-    dtype: torch.dtype | str,
-    place: Mapping[str, Any],
+    dtype: Dtype,
+    place: Options,
     group: Group,
 ) -> PreTrainedModel:
     """The checkpoint through transformers, or this process's share of it in a group; `place`: see `placed_at`."""
