@@ -217,8 +217,7 @@ def divide_cache(
         return found
     room = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        each = sum(pool.token_bytes for pool in pools)
-        room = cache_room(device, utilization, each, state_bytes, scores_bytes)
+        room = cache_room(device, utilization, sum(pool.token_bytes for pool in pools), state_bytes, scores_bytes)
     return divided(room, rows.max_num_seqs * rows.max_model_len, pools, rows)
 
 
