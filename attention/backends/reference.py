@@ -2,19 +2,25 @@
 
 It is the CPU path and the oracle of every kernel test. Rows with few query tokens (decoding, verification) are padded
 together; every longer row (a prompt chunk) is a separate segment, so that memory is B·Q·S only for small Q.
+
+As "batch_invariant" on a CPU its sums are exact, so that no order of summation, and nothing else in a batch, changes a
+bit: queries, keys, values and probabilities are rounded to multiples of a power of two of their vector, of which a sum
+in float64 loses no digit. Rounding takes 2**-22 of a vector's largest element at most.
+
+Source: Demmel and Nguyen, Fast Reproducible Floating-Point Summation (ARITH 2013), for rounding before summing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.backends.limits import check_causal, check_query_heads, dtype_name
-from attention.batch.host import HostBatch
+from attention.backends.limits import WIDEST_HEAD, check_causal, check_query_heads, dtype_name
+from attention.batch.host import HostBatch, offsets_within, owners_of, starts_of
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.errors import UnsupportedAttentionError
@@ -22,6 +28,13 @@ from attention.spec import AttentionSpec
 
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are padded into one segment."""
+_EXACT_QUERIES = 64
+"""Queries of a row in one segment of exact sums, whose keys in float64 stay in a processor's cache."""
+_LARGE = 1.5 * 2.0**52
+"""A float64 whose last digit is 1: numbers that are added to it are rounded to integers."""
+_VECTOR, _EXPONENTIAL, _WEIGHT = 2.0**-21, 2.0**-32, 2.0**-27
+"""Steps of exact sums. A product of two vectors of 512 elements is less than 2**53 of its steps, a sum of 2**21
+exponentials, which are at most 1, as well, and a sum of weighted values less than 2**52."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ class Segment:
             those of a single row do in most rounds, so that nothing is copied.
         mask: [b, 1, G·Q, S] bool, True = visible, for G query heads a KV head; None when everything is visible.
         bias: [b, Hkv, G·Q, S] float32 that logits get by distance; None without ALiBi slopes.
-        shape: (b, Q, S).
+        shape: (b, Q, S). exact: whether sums are to be exact.
     """
 
     tokens: Tensor | None
@@ -45,6 +58,7 @@ class Segment:
     mask: Tensor | None
     shape: tuple[int, int, int]
     bias: Tensor | None
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -57,9 +71,9 @@ class TorchPlan:
 class TorchBuilder:
     """Builds gather indices and masks for one AttentionSpec."""
 
-    def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device) -> None:
-        """num_pages: size of the pool, including the null page."""
-        self._num_pages = num_pages
+    def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device, exact: bool = False) -> None:
+        """num_pages: size of the pool, including the null page. exact: a segment is one row's, of few queries."""
+        self._num_pages, self._exact = num_pages, exact
         self._window = key.window
         self._groups = key.num_q_heads // key.num_kv_heads
         self._device = device
@@ -72,13 +86,13 @@ class TorchBuilder:
         Raises:
             InvariantError: a page is not in the pool.
         """
-        host = metadata.host
+        host = _in_blocks(metadata.host) if self._exact else metadata.host
         host.validate_pages(self._num_pages)
-        lens, rows = host.query_lens, np.arange(len(host.seq_lens))
-        if lens.min(initial=1) > 0 and lens.max(initial=0) <= _SHORT_QUERY:
+        lens, rows, most = host.query_lens, np.arange(len(host.seq_lens)), 0 if self._exact else _SHORT_QUERY
+        if lens.min(initial=1) > 0 and lens.max(initial=0) <= most:
             return TorchPlan((self._segment(host, rows),))
-        short = rows[(lens > 0) & (lens <= _SHORT_QUERY)]
-        groups = [*([short] if len(short) else []), *rows[lens > _SHORT_QUERY][:, None]]
+        short = rows[(lens > 0) & (lens <= most)]
+        groups = [*([short] if len(short) else []), *rows[lens > most][:, None]]
         return TorchPlan(tuple(self._segment(host, group) for group in groups))
 
     def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
@@ -111,10 +125,20 @@ class TorchBuilder:
         run = slice(int(flat[0]), int(flat[0]) + len(flat))
         follow = np.array_equal(flat, np.arange(run.start, run.stop))
         shape = len(rows), num_queries, num_keys
-        return Segment(tokens, real, run if follow else self._send(flat), mask, shape, bias)
+        return Segment(tokens, real, run if follow else self._send(flat), mask, shape, bias, self._exact)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _in_blocks(host: HostBatch) -> HostBatch:
+    """Rows of up to 64 queries, several for a longer row."""
+    counts = -(-host.query_lens // _EXACT_QUERIES)
+    owner, start = owners_of(counts), offsets_within(counts) * _EXACT_QUERIES
+    lens = np.minimum(host.query_lens[owner] - start, _EXACT_QUERIES)
+    before = host.num_computed_tokens[owner] + start
+    ends, table = starts_of(lens), host.block_table[owner]
+    return replace(host, query_start_loc=ends, seq_lens=before + lens, num_computed_tokens=before, block_table=table)
 
 
 class TorchBackend:
@@ -123,21 +147,30 @@ class TorchBackend:
     name = "torch"
     batch_invariant = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, exact: bool = False) -> None:
+        """exact: batch-invariant by exact sums; without MLA and 8 bits."""
+        self._device, self._exact = device, exact
+        if exact:
+            self.name, self.batch_invariant = "batch_invariant", True
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
-        return f"torch reference, cache {dtype_name(group.format.dtype_for(dtype))}"
+        kind = "by exact sums" if self._exact else "reference"
+        return f"torch {kind}, cache {dtype_name(group.format.dtype_for(dtype))}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> TorchBuilder:
         """A builder for `key`, any floating dtype.
 
         Raises:
-            UnsupportedAttentionError: Hq is not a multiple of Hkv.
+            UnsupportedAttentionError: Hq is not a multiple of Hkv; MLA or a cache in 8 bits, if batch-invariant.
         """
-        check_causal(key, group.name, "torch")
+        check_causal(key, group.name, self.name)
         check_query_heads(key, f"group {group.name}: torch attention")
-        return TorchBuilder(key, group.num_pages, self._device)
+        if self._exact and (key.value_in_key or group.format.dtype or key.head_dim_k > WIDEST_HEAD):
+            raise UnsupportedAttentionError(
+                f"group {group.name}: batch-invariant attention has no MLA, no cache in 8 bits, and head dims up to "
+                f"{WIDEST_HEAD}; use backend='torch'"
+            )
+        return TorchBuilder(key, group.num_pages, self._device, self._exact)
 
     def run(
         self,
@@ -153,6 +186,8 @@ class TorchBackend:
     ) -> Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         tokens = len(metadata.slot_mapping)
+        if self._exact:
+            query, key_states, value_states = map(_rounded, (query, key_states, value_states))
         write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
         if len(plan.segments) == 1 and plan.segments[0].tokens is None:
             attended = _attend_segment(plan.segments[0], key, query[:tokens], layer_kv, sinks)
@@ -186,7 +221,7 @@ def _attend_segment(
         v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
         v = v.view(rows, num_keys, heads, -1).transpose(1, 2)
     folded = q.reshape(rows, heads, groups * num_queries, -1)
-    out = _attend_folded(folded, k, v, segment.mask, key, sinks, segment.bias)
+    out = _attend_folded(folded, k, v, segment.mask, key, sinks, segment.bias, segment.exact)
     out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
     # With one row the reshape is a view in another order of memory.
     return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
@@ -231,14 +266,16 @@ def _attend_folded(
     key: AttentionSpec,
     sinks: Tensor | None,
     bias: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """`attend` with the G query heads of a KV head folded into the query axis.
 
-    query [b, Hkv, G·Q, Dk] -> [b, Hkv, G·Q, Dv]; mask: [b, 1, G·Q, S] bool or None; bias: see `Segment`.
+    query [b, Hkv, G·Q, Dk] -> [b, Hkv, G·Q, Dv]; mask: [b, 1, G·Q, S] bool or None; bias: see `Segment`. exact: of
+    rounded queries, keys and values.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = torch.float64 if exact else torch.promote_types(query.dtype, torch.float32)
     q, k, v = query.to(dtype), key_states.to(dtype), value_states.to(dtype)
-    if key.softcap is None and sinks is None and bias is None:
+    if not exact and key.softcap is None and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=key.scale)
     scores = (q @ k.transpose(-1, -2)) * key.scale  # [b, Hkv, G·Q, S]
     if key.softcap is not None:
@@ -247,9 +284,40 @@ def _attend_folded(
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        return scores.softmax(-1) @ v
-    per_query = sinks.to(dtype).view(key.num_kv_heads, -1, 1)  # [Hkv, G, 1]
-    column = per_query.expand(-1, -1, q.shape[2] // per_query.shape[1]).reshape(1, key.num_kv_heads, -1, 1)
-    column = column.expand(q.shape[0], -1, -1, -1)
-    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+    if sinks is not None:
+        per_query = sinks.to(dtype).view(key.num_kv_heads, -1, 1)  # [Hkv, G, 1]
+        column = per_query.expand(-1, -1, q.shape[2] // per_query.shape[1]).reshape(1, key.num_kv_heads, -1, 1)
+        scores = torch.cat([scores, column.expand(q.shape[0], -1, -1, -1)], -1)
+    return _mixed_exactly(scores, v) if exact else scores.softmax(-1)[..., : v.shape[2]] @ v
+
+
+def _mixed_exactly(scores: Tensor, v: Tensor) -> Tensor:
+    """scores [b, Hkv, M, S or, with sinks, S+1], rounded values [b, Hkv, S, Dv] -> softmax of scores times values."""
+    weights = _to_multiples(scores.sub_(scores.amax(-1, keepdim=True)).exp_(), _EXPONENTIAL)
+    total, weights = weights.sum(-1, keepdim=True), weights[..., : v.shape[2]]
+    size = _power_of_two(v.abs().amax(-1)).clamp_(min=1e-200)[
+        :, :, None
+    ]  # of each key's values; zeros have one as well
+    bound = _power_of_two(total) * (size * (weights > 0)).amax(-1, keepdim=True)  # 4 of it exceed the sum of products
+    return _to_multiples(weights, bound / size * _WEIGHT) @ v / total
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Vectors x [..., D] as multiples of 2**-21 of the power of two below their largest element.
+
+    >>> _rounded(torch.tensor([[4.0, 1e-7], [4.0, 1e-6]])).tolist() == [[4.0, 0.0], [4.0, 2**-20]]
+    True
+    """
+    wide = x.to(torch.float64, copy=True)
+    return _to_multiples(wide, _power_of_two(wide.abs().amax(-1, keepdim=True)) * _VECTOR).to(x.dtype)
+
+
+def _to_multiples(x: Tensor, step: Tensor | float) -> Tensor:
+    """x float64 as the nearest multiples of `step`, powers of two; in place."""
+    large = step * _LARGE
+    return x.add_(large).sub_(large)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest powers of two up to x >= 0, float64: its exponent without its digits."""
+    return (x.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)

@@ -147,6 +147,12 @@ FLASHINFER = Contender(
 )
 CONTENDERS = {
     "torch": Contender(TorchBackend, TorchBackend(CPU).builder, (torch.float32, *HALF), {}),
+    "torch, exact sums": Contender(
+        lambda device: TorchBackend(device, exact=True),
+        TorchBackend(CPU, exact=True).builder,
+        (torch.float32, *HALF),
+        dict.fromkeys((*EIGHT_BITS, *LATENT), "has no MLA, no cache in 8 bits"),
+    ),
     "flex": Contender(
         FlexBackend,
         FlexBackend(CPU).builder,
