@@ -23,6 +23,10 @@ FEWEST_ROWS = 4
 its lm_head, one thread of an AMD EPYC 9004: 35, 38, 28 with 1, 2, 3 rows, 27 with 4; in bfloat16 17, 18, 16, 15."""
 _BLOCK = 64
 """Rows of a weight that oneDNN lays out together where it computes by AVX-512."""
+EVEN_ROWS = 2
+"""From so many rows on, oneDNN gives an input row the same bits whatever their number and its place, by packed and by
+plain weights. Measured for 12 shapes up to [49152, 576] and [512, 11008] in float32 and bfloat16, 2 to 64 rows and 18
+larger numbers up to 2,048, with 1 to 32 threads, by AVX2 and AVX-512. A row alone has other bits."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ALONE = 2
 """torch's count of a storage that one tensor holds, while it is counted."""
@@ -37,11 +41,11 @@ class Matrix:
             products yet, writes to it, the products, and whose they are.
     """
 
-    def __init__(self, weights: list[Tensor], tied: bool) -> None:
+    def __init__(self, weights: list[Tensor], tied: bool, fewest: int = 0) -> None:
         """tied: the one weight is an embedding as well. Where its rows cannot be read from the blocks, it stays plain
-        memory, which oneDNN reads as it is."""
+        memory, which oneDNN reads as it is. fewest: fewer input rows are filled up with zeros to so many."""
         self.memory, self.sizes = torch.cat(weights), [len(weight) for weight in weights]
-        self.packed, self._tied = False, tied
+        self.packed, self._tied, self._fewest = False, tied, fewest
         self.blocks: Tensor | None = None
         self.last: tuple[Tensor, int, tuple[Tensor, ...], set[int]] | None = None
         self.pack()
@@ -74,9 +78,10 @@ class Matrix:
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I], bias [sum of O] or None -> x · weightᵀ + bias [..., sum of O]."""
         count = x.shape[-2]
-        few = self.packed and x.dtype is torch.float32 and 0 < count < FEWEST_ROWS and x.numel() == count * x.shape[-1]
+        fewest = FEWEST_ROWS if self.packed and x.dtype is torch.float32 else self._fewest
+        few = 0 < count < fewest and x.numel() == count * x.shape[-1]
         found: Tensor = ONEDNN._linear_pointwise(
-            F.pad(x, (0, 0, 0, FEWEST_ROWS - count)) if few else x, self.memory, bias, "none", [], ""
+            F.pad(x, (0, 0, 0, fewest - count)) if few else x, self.memory, bias, "none", [], ""
         )
         return found[..., :count, :] if few else found
 

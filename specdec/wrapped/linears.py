@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attention.hf.weights import computes_plainly, model_bytes
 from specdec.errors import InvalidInputError
-from specdec.ops.packed_weight import ONEDNN, Matrix, PackedWeight
+from specdec.ops.packed_weight import EVEN_ROWS, ONEDNN, Matrix, PackedWeight
 from specdec.wrapped.alterations import Alterations
 
 _FEWEST_BYTES = 2**25
@@ -26,18 +26,22 @@ _Packed = tuple[nn.Parameter, Any, list[nn.Module], _Buffers]
 """A user's parameter, what is in its place, and in which layers and heads."""
 
 
-def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bool) -> str:
+def why_plain(asked: str, model: PreTrainedModel, loaded_before: bool, alone: bool, even: bool = False) -> str:
     """Why linear layers stay as they are, in words; "" where they are packed.
 
-    loaded_before: by the user, who may hold the parameters. alone: whether one process runs the model.
+    loaded_before: by the user, who may hold the parameters. alone: whether one process runs the model. even: whether
+    only packed ones will do.
 
     Raises:
-        InvalidInputError: "packed", and that is impossible.
+        InvalidInputError: "packed" or `even`, and that is impossible.
     """
     reason = _impossible(model, alone)
+    if even and (reason or asked == "plain"):
+        reason = reason or "cpu_linears='plain' is given"
+        raise InvalidInputError(f"backend='batch_invariant' packs linear layers, but {reason}; use backend='torch'")
     if asked == "packed" and reason:
         raise InvalidInputError(f"cpu_linears='packed': {reason}; give 'auto' or 'plain'")
-    if reason or asked == "packed":
+    if reason or even or asked == "packed":
         return reason
     if asked == "plain":
         return "cpu_linears='plain'"
@@ -63,10 +67,11 @@ def _dtypes() -> list[torch.dtype]:
     return [torch.float32, *([torch.bfloat16] if ONEDNN._is_mkldnn_bf16_supported() else [])]
 
 
-def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
+def pack_linears(parts: Iterable[object], alterations: Alterations, even: bool = False) -> None:
     """Lay out the weights of the linear layers of a target and its head, in place of the plain ones until it is undone.
 
-    parts: those that are modules have weights.
+    parts: those that are modules have weights. even: oneDNN multiplies also by those that others read, as they are, and
+    gives a row the same bits in any batch.
     """
     roots = [part for part in parts if isinstance(part, nn.Module)]
     done: list[_Packed] = []
@@ -79,9 +84,11 @@ def pack_linears(parts: Iterable[object], alterations: Alterations) -> None:
         for name, buffer in module._buffers.items():
             if type(buffer) is Tensor:
                 held[_address(buffer)].append((module, name))
-    for group in _groups(modules, held):
+    for group in _groups(modules, held, even):
         owns = [own for own, _ in group]
-        matrix = Matrix([own.data for own in owns], len(group[0][1]) > 1 or _address(owns[0]) in held)
+        matrix = Matrix(
+            [own.data for own in owns], len(group[0][1]) > 1 or _address(owns[0]) in held, EVEN_ROWS if even else 0
+        )
         for place, (own, layers) in enumerate(group):
             packed = nn.Parameter(PackedWeight(matrix, place, own), own.requires_grad)
             buffers = held.get(_address(own), [])
@@ -99,10 +106,13 @@ def _address(weight: Tensor) -> int:
     return weight.untyped_storage().data_ptr()
 
 
-def _groups(modules: list[nn.Module], held: dict[int, _Buffers]) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
+def _groups(
+    modules: list[nn.Module], held: dict[int, _Buffers], every: bool
+) -> list[list[tuple[nn.Parameter, list[nn.Module]]]]:
     """Weights that one linear layer reads, perhaps beside an embedding, with these modules; siblings' together.
 
-    held: buffers by memory. A weight of which a buffer is a part stays as it is.
+    held: buffers by memory. A weight of which a buffer is a part stays as it is. every: weights of several
+    layers as well.
     """
     readers = defaultdict(list)
     for module in dict.fromkeys(modules):
@@ -115,9 +125,10 @@ def _groups(modules: list[nn.Module], held: dict[int, _Buffers]) -> list[list[tu
             if not computes_plainly(layer) or type(weight := layer.weight) is not nn.Parameter:
                 continue
             layers = readers.pop(weight, [])  # once: a layer may have several parents
-            alone = layers and all(each is layer or type(each) is nn.Embedding for each in layers)
+            alone = every or all(each is layer or type(each) is nn.Embedding for each in layers)
             buffers = held.get(_address(weight), ())
-            if alone and weight.dtype in dtypes and all(getattr(m, n).shape == weight.shape for m, n in buffers):
+            whole = all(getattr(m, n).shape == weight.shape for m, n in buffers)
+            if layers and alone and whole and weight.dtype in dtypes:
                 free[name] = weight, layers
         for names in _SIBLINGS:
             if all(name in free and free[name][1][0].bias is None for name in names):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.errors import ModelChangedError
-from specdec.ops.packed_weight import FEWEST_ROWS, Matrix, PackedWeight, blocks_of
+from specdec.ops.packed_weight import EVEN_ROWS, FEWEST_ROWS, Matrix, PackedWeight, blocks_of
 
 DTYPES = [
     torch.float32,
@@ -78,6 +78,36 @@ def test_rows_are_filled_up_so_that_few_have_the_bits_of_four(dtype: torch.dtype
     x = inputs(FEWEST_ROWS, 1536, dtype=dtype)
     whole = packed(x)
     assert all(torch.equal(packed(x[:rows]), whole[:rows]) for rows in range(1, FEWEST_ROWS))
+
+
+EVEN_SHAPES = [(100, 33), (64, 1536), (33, 4096)]
+
+
+def uneven_rows(matrix: Matrix, dtype: torch.dtype, width: int) -> list[int]:
+    """The numbers of rows, of 1 to 64 and some more, in which a row has other bits than among others."""
+    x = inputs(300, width, dtype=dtype)
+    whole = matrix.times(x, None)
+    found = [n for n in (*range(1, 65), 100, 129, 257) if not torch.equal(matrix.times(x[:n], None), whole[:n])]
+    found += [-n for n in (1, 2, 3, 5, 17) if not torch.equal(matrix.times(x[7 : 7 + n], None), whole[7 : 7 + n])]
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_from_two_rows_on_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, tied: bool, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in EVEN_SHAPES:
+            weight = inputs(*shape, dtype=dtype)
+            assert not uneven_rows(Matrix([weight], tied, EVEN_ROWS), dtype, shape[1]), shape
+        planted = uneven_rows(Matrix([weight], tied, 0), dtype, shape[1])
+    finally:
+        torch.set_num_threads(before)
+    # Rounding to bfloat16 hides bits, and packed weights in float32 are filled up anyway.
+    assert planted == [1, -1] or dtype is torch.bfloat16 or not tied
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
