@@ -113,7 +113,7 @@ class SpeculativeModel:
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no
                 CUDA graphs. "batch_invariant": results do not depend on the batch, so half precision gives the same
-                tokens with and without speculation; slower, needs CUDA graphs.
+                tokens with and without speculation; slower. Needs CUDA graphs, or a CPU and a dense model.
             dtype: a torch dtype or its name; "auto": the checkpoint's; on a CPU bfloat16, if it is in that and the
                 processor computes in it (AVX512-BF16, AMX), else, and for built-in and quantised ones, float32.
             device: default CUDA if there is one.

@@ -21,7 +21,7 @@ class BackendKind:
 
     Attributes:
         make: gives it for a device. It imports the kernels, not before.
-        needs_cuda: whether it runs on CUDA devices only. needs_nvidia: and there on NVIDIA GPUs only, not on ROCm.
+        needs_cuda: whether it runs on CUDA devices only. needs_nvidia: of those on NVIDIA GPUs only, not on ROCm.
         package: the Python package that it needs, "" for none. install: how a user gets that.
     """
 
@@ -55,8 +55,11 @@ KINDS: dict[str, BackendKind] = {
     ),
     "flex": BackendKind(_on_device("flex:FlexBackend"), needs_cuda=True),
     "batch_invariant": BackendKind(
-        lambda device: resolve_name("attention.backends.invariant:InvariantBackend")(),
-        needs_cuda=True,
+        lambda device: (
+            resolve_name("attention.backends.invariant:InvariantBackend")()
+            if device.type == "cuda"
+            else resolve_name("attention.backends.reference:TorchBackend")(device, exact=True)
+        ),
         needs_nvidia=True,
     ),
 }

@@ -62,7 +62,7 @@ from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, 
 from specdec.execution.readback import HostReads
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.greedy_rows import greedy_drafts, greedy_ids
-from specdec.ops.mixtures.choice import mixtures, using_capturable_experts
+from specdec.ops.mixtures.choice import using_capturable_experts
 from specdec.rounds.buckets import fixed_shape, graph_rows, loop_limits
 from specdec.rounds.drafting import accepted_by_row, ahead_inputs, rows_after
 from specdec.rounds.extras import Decision, adjusted, noted, read_early, rewritten
@@ -96,7 +96,7 @@ class GraphExecutor:
             InvalidInputError: the head's draft loop has no fixed-shape form.
         """
         started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
-        invariant = _is_invariant(target)
+        invariant = target.runner.batch_invariant
         model = compiled_model(target.hf_model)
         self._target, self._extras = target, config.extras
         device = target.hf_model.device
@@ -387,15 +387,6 @@ class GraphExecutor:
         result = PackedResult.zeros(rows, self._query_len - 1, target.hf_model.device)
         run = partial(drafts.run_plainly, result, round_)
         return count + fuse_siblings(drafter.head, run, self._alterations)
-
-
-def _is_invariant(target: Target) -> bool:
-    """Whether the attention backend is batch-invariant. Raises UnsupportedModelError if it is and the model is not."""
-    if target.runner.batch_invariant and mixtures(target.hf_model):
-        raise UnsupportedModelError(
-            f"{type(target.hf_model).__name__} is a mixture of experts: results depend on the batch; use 'flashinfer'"
-        )
-    return target.runner.batch_invariant
 
 
 def _fixed_form(target: Target, drafter: Drafter, config: EngineConfig) -> FixedLoop:

@@ -23,17 +23,19 @@ from specdec.engine.engine import Engine
 from specdec.errors import InvalidInputError
 from specdec.execution.base import CapturesLate, Drafter
 from specdec.execution.eager import EagerExecutor
+from specdec.loading.backends import runs_evenly
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.cuda_graphs import GraphChoice, Graphs, choose_graphs, uncapturable
 from specdec.loading.progress import log
 from specdec.options.generation_config import eos_ids
 from specdec.options.kinds import OrAuto
 from specdec.selftest.kept import FULL, SelfTest
-from specdec.selftest.selftest import check_target
+from specdec.selftest.selftest import check_target, invariance_test, matmul_test
 from specdec.selftest.shrinking import thresholds
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
+from specdec.wrapped.even_rows import check_operators, even_activations
 from specdec.wrapped.group import Group
 from specdec.wrapped.linears import pack_linears
 from specdec.wrapped.probing import TargetProbe
@@ -174,7 +176,7 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
             drafter = Drafter(head, loop, runner)
         if not parts.linears and choice.reason:
             log.info("packing the weights of linear layers")
-            pack_linears((probed.model, head), target.alterations)
+            pack_linears((probed.model, head), target.alterations, runs_evenly(parts.backend))
         return _checked(target, drafter, parts, choice)
 
 
@@ -191,7 +193,8 @@ def _target(parts: Parts, group: Group) -> Target:
         from attention.recurrence.runner import StateRunner
 
         states = StateRunner(parts.states, probed.model.dtype, probed.model.device)
-    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group)
+    even = even_activations(probed.model) if runs_evenly(parts.backend) else ()
+    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group, even)
 
 
 def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: GraphChoice) -> Assembly:
@@ -213,6 +216,10 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     if error is None:
         log.info("self-test")
         error = check_target(target, probed, config.max_model_len, twin, tests.mode == "quick")
+        if runs_evenly(parts.backend):
+            check_operators(target)
+            matmul_test(target.hf_model)
+            invariance_test(target)
     settings = before.settled()  # those that the forwards of the self-test did not change themselves
     if settings.moving == before.moving and twin.unbuilt is None:
         tests.keep(error)  # else the next start must warn again, or find out which settings move

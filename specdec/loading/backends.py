@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionBackend
+from attention.backends.base import AttentionBackend, GraphBackend
 from attention.backends.kinds import KINDS, chosen
 from attention.hf.weights import runs_plainly
 from attention.spec import AttentionSpec
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.cache_format import STORED
+from specdec.selftest.routers import has_mixtures
 from specdec.user_warnings import warn_user
 from specdec.wrapped.probing import TargetProbe
 
@@ -86,7 +87,7 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     kind = KINDS[name]
     if kind.needs_cuda and device.type != "cuda":
         raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
-    if kind.needs_nvidia and torch.version.hip is not None:
+    if kind.needs_nvidia and device.type == "cuda" and torch.version.hip is not None:
         raise InvalidInputError(
             f"backend={name!r} has kernels for NVIDIA GPUs only, and this torch is built for ROCm (HIP "
             f"{torch.version.hip}); use backend='flex' or 'torch'"
@@ -104,11 +105,17 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     return kind.make(device)
 
 
+def runs_evenly(backend: AttentionBackend) -> bool:
+    """Whether a backend is batch-invariant with the model's own operators: on a CPU, where none are compiled."""
+    return backend.batch_invariant and not isinstance(backend, GraphBackend)
+
+
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
     """Check that layers compute every token alone where a batch-invariant backend promises it.
 
     Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has recurrent or quantised layers.
+        UnsupportedModelError: the backend is batch-invariant and the target has recurrent or quantised layers, or
+            experts.
     """
     if not backend.batch_invariant:
         return
@@ -123,8 +130,10 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
     elif probed.recurrent_calls:
         kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
         reason = f"has recurrent layers ({kinds}), which sum a prompt in chunks and a verification token by token"
+    elif has_mixtures(probed.model):
+        reason = "is a mixture of experts, each of which multiplies by more rows or fewer in another batch"
     else:
         return
     raise UnsupportedModelError(
-        f"{type(probed.model).__name__} {reason}: not with backend='batch_invariant'; use backend='flashinfer'"
+        f"{type(probed.model).__name__} {reason}: not with backend='batch_invariant'; use backend='auto'"
     )

@@ -23,6 +23,7 @@ from specdec.errors import InvalidInputError, InvariantError, KernelBuildError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.interrupts import interrupt_in
+from specdec.loading.backends import runs_evenly
 from specdec.loading.progress import log
 from specdec.options.kinds import OrAuto
 from specdec.user_warnings import warn_user
@@ -70,7 +71,7 @@ def choose_graphs(
         InvalidInputError: a backend, a draft loop or a target that has no graphs where they are required, by True or by
             the backend; or False with a backend that needs them.
     """
-    needs, name = backend.batch_invariant, backend.name
+    needs, name = backend.batch_invariant and not runs_evenly(backend), backend.name
     required = cuda_graphs is True or needs
     if cuda_graphs is True and uncapturable:
         raise InvalidInputError(f"cuda_graphs=True: {uncapturable}; give 'auto' or False")

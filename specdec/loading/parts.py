@@ -23,6 +23,7 @@ from specdec.loading.backends import (
     expected_keys,
     make_backend,
     name_what_is_left_out,
+    runs_evenly,
 )
 from specdec.loading.cache_format import kv_format, kv_layout, state_group
 from specdec.loading.checkpoint import Checkpoint, parsed_once
@@ -96,7 +97,7 @@ def load_parts(
     name_what_is_left_out(probed)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     given = isinstance(target, PreTrainedModel)
-    linears = why_plain(options.cpu_linears, model, given, group.size == 1)
+    linears = why_plain(options.cpu_linears, model, given, group.size == 1, runs_evenly(backend))
     log.info("loading the head")
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)

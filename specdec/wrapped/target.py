@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -174,8 +174,10 @@ class Target:
         states: StateRunner | None = None,
         max_positions: int | None = None,
         group: Group = ALONE,
+        borrowed: Iterable[Value] = (),
     ) -> None:
-        """states: for the probe's recurrent calls. max_positions: positions of a token; default the model's own."""
+        """states: for the probe's recurrent calls. max_positions: positions of a token; default the model's own.
+        borrowed: see `AttentionPort`."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
@@ -192,11 +194,11 @@ class Target:
         found = find_long_rope(probed.model)
         self.tabulated = () if found is None else found.modules
         self.long_rope = None if found is None else found.rule
-        rotary: list[Value] = []
+        values = [*borrowed]
         if found is not None:
             most = max_positions or probed.model.config.get_text_config().max_position_embeddings
-            rotary = looked_up(found, self._embedding[:0], most)
-        self._port = AttentionPort(probed.model, probed.calls, rotary)
+            values += looked_up(found, self._embedding[:0], most)
+        self._port = AttentionPort(probed.model, probed.calls, values)
         latent = [call.latent.module for call in probed.calls if call.latent is not None]
         self.uncalled: tuple[nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)

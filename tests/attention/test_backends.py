@@ -151,7 +151,7 @@ CONTENDERS = {
         lambda device: TorchBackend(device, exact=True),
         TorchBackend(CPU, exact=True).builder,
         (torch.float32, *HALF),
-        dict.fromkeys((*EIGHT_BITS, *LATENT), "has no MLA, no cache in 8 bits"),
+        dict.fromkeys((*EIGHT_BITS, *LATENT, "ALiBi, everything"), "has no MLA, no cache in 8 bits"),
     ),
     "flex": Contender(
         FlexBackend,

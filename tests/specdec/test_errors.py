@@ -116,7 +116,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "backend": ({"backend": "flash"}, "backend='flash': allowed are auto, torch, flashinfer, flex, batch_invariant"),
     "flashinfer on cpu": ({"backend": "flashinfer"}, "needs a CUDA device, not cpu; use backend='torch'"),
     "flex on cpu": ({"backend": "flex"}, "backend='flex' needs a CUDA device, not cpu; use backend='torch'"),
-    "invariant on cpu": ({"backend": "batch_invariant"}, "backend='batch_invariant' needs a CUDA device, not cpu"),
+    "invariant on cpu": (
+        {"backend": "batch_invariant", "cpu_linears": "plain"},
+        "backend='batch_invariant' packs linear layers, but cpu_linears='plain' is given; use backend='torch'",
+    ),
     "device": ({"device": "cpu"}, "device='cpu': the model is loaded already"),
     "dtype": ({"dtype": "float64"}, "dtype='float64', device=None: the model is loaded already"),
     "graphs": ({"cuda_graphs": True}, "cuda_graphs=True needs a backend for a GPU that has graphs, not 'torch'"),

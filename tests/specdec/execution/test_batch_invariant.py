@@ -176,11 +176,10 @@ def test_matmuls_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return x[:, :1] * weight[:, 0] + (1e-6 if defect and len(x) == 17 else 0)
 
-    monkeypatch.setattr("specdec.ops.linear.invariant_linear", linear)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(F, "linear", linear)
     if not defect:
         return matmul_test(tiny_llama())
-    with pytest.raises(UnsupportedModelError, match=r"a weight of \[\d+, \d+\] are not batch-invariant on Test GPU"):
+    with pytest.raises(UnsupportedModelError, match=r"a weight of \[\d+, \d+\] are not batch-invariant here"):
         matmul_test(tiny_llama())
     return None
 

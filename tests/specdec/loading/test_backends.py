@@ -24,7 +24,7 @@ from attention.backends.flashinfer.wrapper import kernel_name
 from attention.hf.probe import probe
 from attention.spec import AttentionSpec
 from specdec.errors import InvalidInputError, SpecdecWarning
-from specdec.loading.backends import begin_kernels, expected_keys, make_backend
+from specdec.loading.backends import begin_kernels, expected_keys, make_backend, runs_evenly
 from specdec.loading.cuda_graphs import choose_graphs
 
 CUDA = torch.device("cuda")
@@ -92,6 +92,14 @@ def test_flex_runs_without_graphs_and_says_so() -> None:
         InvalidInputError, match="cuda_graphs=True needs a backend for a GPU that has graphs, not 'flex'"
     ):
         choose_graphs(make_backend("flex", CUDA), None, True)
+
+
+def test_the_batch_invariant_backend_of_a_cpu_needs_no_graphs() -> None:
+    backend = make_backend("batch_invariant", torch.device("cpu"))
+    assert runs_evenly(backend) and not runs_evenly(make_backend("batch_invariant", CUDA))
+    assert choose_graphs(backend, None, "auto").reason == "backend 'batch_invariant' has none"
+    with pytest.raises(InvalidInputError, match="cuda_graphs=True needs a backend for a GPU that has graphs"):
+        choose_graphs(backend, None, True)
 
 
 @pytest.fixture

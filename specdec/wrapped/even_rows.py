@@ -1,0 +1,87 @@
+"""A model's operators on a CPU whose results for a token depend on the batch: activations in even pieces, and a check
+that finds others.
+
+torch computes element-wise functions in vectors, and the numbers that are left at the end of a thread's share one by
+one, by another exponential function. So silu, gelu, sigmoid and softplus round by where a number lies in memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention.hf.patches import Value
+from specdec.errors import UnsupportedModelError
+from specdec.wrapped.target import Target
+
+_VECTORS = 64
+"""A multiple of the numbers that a loop of vectors takes at once, in any dtype and on any processor."""
+_ONE_THREAD = 2**14
+"""torch divides no function of so few numbers among threads.
+
+Source: pytorch/pytorch, aten/src/ATen/native/cpu/Activation.cpp, GELU_MIN_ELEMENTS_FOR_MULTI_THREADING."""
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_UNEVEN = frozenset(
+    (
+        *("linear", "mm", "addmm", "baddbmm", "mv", "addmv", "dot", "einsum", "convolution", "cumsum"),
+        *("silu", "gelu", "sigmoid", "softplus", "elu", "celu", "selu", "mish", "log_sigmoid", "hardswish"),
+        "scaled_dot_product_attention",
+    )
+)
+"""Operators that sum or round by the number of rows. Norms, softmax, exp, tanh, erf, sin and cos do not, which was
+measured for 1 to 1,000 rows of five widths with 1 to 5 threads; bmm of rotary embeddings sums nothing."""
+
+
+def even_activations(model: nn.Module) -> list[Value]:
+    """Forwards, for the duration of a specdec forward, by which a model's activations round each number alike."""
+    return [
+        (module, "forward", partial(_evenly, module.forward))
+        for module in model.modules()
+        if type(module).__module__ in _ACTIVATIONS and not (module._parameters or hasattr(module, "dim"))
+    ]
+
+
+def _evenly(activation: Any, x: Tensor) -> Tensor:
+    """An element-wise function of x [..., I] in vectors alone, in pieces that one thread computes."""
+    with torch._C._DisableTorchDispatch():  # `_Operators` watches those outside
+        count = x.numel()
+        if count <= _ONE_THREAD and x.shape[-1] % _VECTORS == 0:
+            return activation(x)
+        flat = F.pad(x.reshape(-1), (0, -count % _VECTORS))
+        return torch.cat([activation(piece) for piece in flat.split(_ONE_THREAD)])[:count].view(x.shape)
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__.strip("_") in _UNEVEN:
+            raise UnsupportedModelError(
+                f"the model calls {func}, which may round a token by what else is in the batch: not with "
+                "backend='batch_invariant' on a CPU; use backend='torch'"
+            )
+        return func(*args, **kwargs or {})
+
+
+@torch.inference_mode()
+def check_operators(target: Target) -> None:
+    """Run a target on two tokens, without attention.
+
+    Raises:
+        UnsupportedModelError: an operator's results may depend on the batch.
+    """
+    tokens = torch.arange(2)
+    with _Operators():
+        # Without attention, whose own operators are another matter.
+        target.launch(
+            tokens,
+            tokens,
+            tokens,
+            lambda _, q, k, v, *sinks: q.new_zeros(*q.shape[:2], v.shape[-1]),
+            target.hf_model,
+            None,
+            0,
+        )

@@ -1,0 +1,195 @@
+"""Batch-invariant targets on a CPU: activations, operators that are refused, and log-probabilities bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
+from torch import nn
+from transformers.activations import ACT2FN
+
+from attention.backends.reference import TorchBackend
+from specdec import SamplingParams
+from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
+from specdec.wrapped import linears
+from specdec.wrapped.even_rows import even_activations
+
+ROWS = (1, 2, 3, 7, 31, 128, 257)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def uneven(function: Any, width: int) -> list[int]:
+    """The numbers of rows in which a row of so many numbers has other bits than alone."""
+    x = torch.randn(257, width, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([function(row[None].clone()) for row in x])
+    return [rows for rows in ROWS if not torch.equal(function(x[None, :rows]), alone[None, :rows])]
+
+
+@pytest.mark.parametrize("width", [1536, 100, 1])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
+@torch.inference_mode()
+def test_activations_round_a_number_alike_in_any_batch(name: str, width: int) -> None:
+    ((_, _, even),) = even_activations(ACT2FN[name])
+    x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(even(x), ACT2FN[name](x))
+    for number in (1, 5):
+        with threads(number):
+            assert not uneven(even, width), number
+
+
+@torch.inference_mode()
+def test_plain_ones_do_not() -> None:
+    """What the test before would see, by width and by threads; the processor of CI may have less."""
+    with threads(5):
+        assert uneven(F.silu, 100) and uneven(F.silu, 1536)
+
+
+def test_activations_with_weights_or_along_a_dimension_stay() -> None:
+    assert not even_activations(nn.Sequential(nn.PReLU(), nn.Softmax(-1), nn.GLU(), nn.MultiheadAttention(4, 2)))
+
+
+PROMPTS = random_prompts((5, 40, 1, 50, 9), seed=3)
+OPTIONS: dict[str, Any] = {"kv_cache_tokens": 800, "backend": "batch_invariant"}
+
+
+def tied(dtype: torch.dtype) -> Any:
+    model = tiny_llama().to(dtype)
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def bits(dtype: torch.dtype, together: bool, drafts: int = 0, **options: Any) -> list[Any]:
+    """Tokens and log-probabilities of every prompt, alone or beside the others."""
+    model = tied(dtype)
+    head: Any = eagle3_head(model).to(dtype) if drafts else None
+    sizes = {"max_num_seqs": 5 if together else 1, "max_num_batched_tokens": 64, **OPTIONS, **options}
+    params = SamplingParams(max_new_tokens=12, logprobs=3)
+    with wrap(model, head, num_speculative_tokens=drafts, **sizes) as wrapped:
+        return [(c.token_ids, c.logprobs) for c in wrapped.generate(PROMPTS, params)]
+
+
+CASES = {
+    "neighbours": {},
+    "a draft": {"drafts": 1},
+    "drafts": {"drafts": 5},
+    "prompts in pieces": {"max_num_batched_tokens": 30, "drafts": 5},
+    "prompts in other pieces": {"max_num_batched_tokens": 7},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.thorough
+def test_log_probabilities_have_the_same_bits(dtype: torch.dtype) -> None:
+    if dtype not in linears._dtypes():
+        pytest.skip("no bfloat16 in oneDNN here")
+    alone = bits(dtype, False)
+    for name, options in CASES.items():
+        assert bits(dtype, True, **options) == alone, name
+    if dtype is torch.float32:
+        assert [tokens for tokens, _ in alone] == [hf_tied(p) for p in PROMPTS]
+
+
+def hf_tied(prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    found = tied(torch.float32).generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("defect", ["one row", "attention"])
+@pytest.mark.thorough
+def test_planted_defects_are_seen_by_the_self_test_and_in_answers(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if defect == "one row":
+        monkeypatch.setattr(linears, "EVEN_ROWS", 0)
+    else:
+        monkeypatch.setattr(TorchBackend, "__init__", not_exact)
+    with pytest.raises(UnsupportedModelError, match="not batch-invariant"):
+        bits(torch.float32, True)
+    for name in ("matmul_test", "invariance_test"):
+        monkeypatch.setattr(f"specdec.loading.assembly.{name}", lambda target: None)
+    assert bits(torch.float32, True) != bits(torch.float32, False)
+
+
+def not_exact(backend: Any, device: torch.device, exact: bool = False) -> None:
+    backend._device, backend._exact = device, False
+    backend.name, backend.batch_invariant = "batch_invariant", exact
+
+
+class Functional(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x)
+
+
+class Transposed(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.data.t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x.new_zeros(1), x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("kind", [Functional, Transposed])
+def test_operators_that_are_not_even_are_refused_by_name(kind: Any) -> None:
+    model: Any = tiny_llama()
+    if kind is Functional:
+        model.model.layers[1].mlp.act_fn = kind()
+    else:
+        model.model.layers[1].mlp.up_proj = kind(model.model.layers[1].mlp.up_proj)
+    model.eval()
+    with pytest.raises(UnsupportedModelError, match=r"the model calls aten.(silu|addmm).default, which may round"):
+        wrap(model, **OPTIONS)
+    assert type(model.model.layers[0].mlp.up_proj.weight) is nn.Parameter
+    assert type(model.model.layers[0].mlp.up_proj.weight.data) is torch.Tensor
+
+
+REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, type[Exception], str]] = {
+    "float16": ({}, torch.float16, InvalidInputError, "packs linear layers, but oneDNN takes no torch.float16"),
+    "float64": ({}, torch.float64, InvalidInputError, "packs linear layers, but oneDNN takes no torch.float64"),
+    "plain": ({"cpu_linears": "plain"}, torch.float32, InvalidInputError, "but cpu_linears='plain' is given"),
+    "8 bits": ({"kv_cache_dtype": "fp8"}, torch.float32, UnsupportedAttentionError, "no cache in 8 bits"),
+    "graphs": ({"cuda_graphs": True}, torch.float32, InvalidInputError, "cuda_graphs=True needs a backend for a GPU"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_by_name(name: str) -> None:
+    options, dtype, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        wrap(tiny_llama().to(dtype), **OPTIONS, **options)
+
+
+def test_a_weight_that_a_head_reads_too_is_multiplied_by_where_it_is() -> None:
+    model = tiny_llama()
+    head = eagle3_head(model)
+    head.register_buffer("target_lm_head", model.lm_head.weight.detach(), persistent=False)
+    wrapped = wrap(model, head, **OPTIONS)
+    assert wrapped.describe()["linears"] == "29 of 29 by oneDNN, 28 in its layout"
+    assert list(wrapped.generate([PROMPTS[0]], max_new_tokens=12)[0].token_ids) == hf_greedy(PROMPTS[0], 12)
+    wrapped.close()
+    assert head.target_lm_head.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+def test_the_model_is_as_it_was_after_close() -> None:
+    model = tiny_llama()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    act = model.model.layers[0].mlp.act_fn
+    wrapped = wrap(model, **OPTIONS)
+    wrapped.generate([PROMPTS[0]], max_new_tokens=3)
+    assert "forward" not in vars(act)
+    wrapped.close()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
