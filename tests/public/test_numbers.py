@@ -308,6 +308,10 @@ def exactness() -> Iterator[str]:
     slow, plain = rounds("round-h200-2026-11-21-invariant.jsonl"), rounds("round-h200-2026-11-21-e.jsonl")
     more = [slow[5, rows]["step_ms_median"] / plain[5, rows]["step_ms_median"] - 1 for rows in (1, 8, 32)]
     yield f"takes {listed([f'{100 * share:.0f}' for share in more])} % longer at 1, 8 and 32 rows"
+    price = {row["dtype"]: row["results"] for row in lines("invariant-cpu-2026-11-30.jsonl") if "results" in row}
+    for dtype, results in price.items():
+        more = [f"{100 * (each['ratio'] - 1):.0f}" for each in results]
+        yield f"{dtype} takes {more[0]} and {more[1]} % longer at 1 row (K = 0 and 5), {more[2]} and {more[3]} % at 8"
     models = [row for row in lines("sweep-transformers-5.23.json")[0]["models"] if row["dtype"] == "float32"]
     counts = Counter(row["outcome"] for row in models)
     exact, limited = counts["exact"], counts["exact, limited"]
