@@ -220,7 +220,7 @@ class Evidence:
     """The sums of one place over its nodes. D defects.
 
     Attributes:
-        statistic, degrees: chi-square of the nodes with enough samples.
+        samples: drawn. statistic, degrees: chi-square of the nodes with enough samples.
         impossible: tokens that may not follow, at nodes where rounding cannot decide that.
         scores: [samples, D] log likelihood ratios of each defect. expected: [samples, D] their means if all is right.
         wrong: [2, D] mean and variance of the sum of scores under each defect, given how often each node was reached.
@@ -230,6 +230,7 @@ class Evidence:
         looked_at: [D] tokens that have a score.
     """
 
+    samples: int
     statistic: float
     degrees: int
     impossible: int
@@ -300,6 +301,7 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
     # to the same nodes as were seen here.
     if_right, if_wrong = (_powers((own * counted[:, :, None]).sum(1)).sum(0) for own in cumulants_of)
     return Evidence(
+        samples=len(sampled.tokens),
         statistic=statistic,
         degrees=degrees,
         impossible=impossible,

@@ -17,7 +17,6 @@ from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import WINDOW, DistributionTest, Tested, trials
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import KEYED_TEMPERATURE, VERDICT, compare_greedy
-from evals.report.terminal import print_failures
 from evals.runs.answers import Answer, failures
 from evals.runs.conversations import Work, Worker
 from evals.runs.executor import Executor, Plan, Report, collect
@@ -165,10 +164,10 @@ def print_check(console: Console, document: Json) -> None:
     if "sampled" in document:
         _print_sampled(console, document["sampled"])
     verdict = Verdict(document["verdict"])
-    meaning, style = _MEANING[verdict]
+    meaning = _MEANING[verdict]
     if verdict is Verdict.PASS:
         meaning = "; ".join([meaning, *_reach(document)])
-    console.print(f"{verdict.value}: {meaning}", style=style, soft_wrap=True)
+    console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], soft_wrap=True)
 
 
 def _reach(document: Json) -> list[str]:
@@ -194,11 +193,11 @@ def _chance(power: Json) -> str:
 
 
 _MEANING = {
-    Verdict.PASS: ("output unchanged by speculation", "bold green"),
-    Verdict.FAIL: ("speculation changes the output", "bold red"),
-    Verdict.NOT_TESTED: ("not everything that was asked for could be tested; see the lines above", "bold yellow"),
+    Verdict.PASS: "output unchanged by speculation",
+    Verdict.FAIL: "speculation changes the output",
+    Verdict.NOT_TESTED: "not everything that was asked for could be tested; see the lines above",
 }
-"""What a verdict says, and how it is shown."""
+_STYLE = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.NOT_TESTED: "bold yellow"}
 
 
 def _print_identity(console: Console, part: str, found: Json) -> None:
@@ -210,7 +209,8 @@ def _print_identity(console: Console, part: str, found: Json) -> None:
         )
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
-    print_failures(console, found["failures"])
+    for failure in found["failures"]:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
 
 
 def _divergence_table(divergences: list[Json]) -> Table:

@@ -156,7 +156,7 @@ def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> np.ndarray:
     order = np.arange(1, 5)[:, None]
     alone = np.array([pair[0].if_right for pair in pairs]) * (-shares[:, None]) ** order
     own = np.array([pair[1].if_wrong for pair in pairs])
-    samples = np.array([[len(one.scores) for one in pair] for pair in pairs])
+    samples = np.array([[one.samples for one in pair] for pair in pairs])
     mean, square = _with_total(own[:, 0]), _with_total(own[:, 1] + alone[:, 1])
     limit = norm.isf(ALPHA / 2 * np.exp(-_shares(len(pairs))))
     slope = limit / (2 * np.sqrt(np.maximum(square, 1e-12)))

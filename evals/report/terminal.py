@@ -148,7 +148,8 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"], arms[0]["questions"]))
     _print_identity(console, arms)
-    print_failures(console, document["failures"])
+    for failure in document["failures"]:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
     for name in document["not_measured"]:
         text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
         console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow")
@@ -299,12 +300,6 @@ def _print_identity(console: Console, arms: Sequence[Json]) -> None:
             console.print(
                 f"{arm['name']}: {found['identical']} of {found['questions']} answers equal the target alone's"
             )
-
-
-def print_failures(console: Console, failures: Sequence[Json]) -> None:
-    """Print the questions that ended in an error, and why."""
-    for failure in failures:
-        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
 
 
 def print_definitions(console: Console, definitions: Mapping[str, str]) -> None:
