@@ -201,13 +201,12 @@ def _sized(
 ) -> Parts:
     """The sizes of an engine for these parts, and the features that are on. Raises where memory cannot hold them."""
     device = probed.model.device
-    page_size = options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
     check_counts(options, longest)
     format = kv_format(checkpoint, probed, options)
     seqs = options.max_num_seqs
     k = num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
-    rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), page_size)
+    rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), options.page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
     group_of_states = state_group(probed, rows, options.recurrent_state_dtype)
     states = 0 if group_of_states is None else group_of_states.num_bytes(probed.model.dtype)
@@ -227,7 +226,7 @@ def _sized(
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
     first, *others = pools
     pages = zip(config.windowed, others, strict=True)
-    windowed = sum(near.num_pages * page_size * pool.token_bytes for near, pool in pages)
+    windowed = sum(near.num_pages * rows.page_size * pool.token_bytes for near, pool in pages)
     check_sizes_fit(config, device, first.token_bytes, staging_bytes(loop, config), windowed, states)
     return Parts(
         probed,
