@@ -21,6 +21,7 @@ from attention.threads import start_thread
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError, UnsupportedModelError
 from specdec.extensions.parallel import messages
 from specdec.extensions.parallel.collectives import Collectives
+from specdec.extensions.parallel.engine import LeadingEngine
 from specdec.extensions.parallel.plan import plan_for
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
@@ -68,7 +69,7 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
     link = start_ranks(options.tensor_parallel_size, device)
     workers = link.workers
     assert workers.collectives is not None
-    ranks = Ranks(0, options.tensor_parallel_size, device, workers.collectives, link)
+    ranks = Ranks(0, options.tensor_parallel_size, device, workers.collectives, link, LeadingEngine, _moving)
     try:
         with workers.lock, workers.loading(), ranks.together():
             link.send(message)
@@ -81,6 +82,12 @@ def load_divided(load: Load[T], target: Any, draft: Any, options: LoadOptions) -
             raise
         raise found from error
     return model
+
+
+def _moving() -> tuple[Any, Any]:
+    from specdec.extensions.parallel.among_ranks import LeadingRequests, RanksLink
+
+    return LeadingRequests, RanksLink
 
 
 def check_shares(checkpoint: Checkpoint, size: int) -> None:

@@ -41,7 +41,13 @@ class Ranks(Group):
         device: torch.device,
         collectives: Collectives,
         channel: RankChannel,
+        engine: Callable[..., Any] | None = None,
+        moving: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
+        """engine: makes this rank's engine of these ranks and the parts of an `Engine`; None where none is made.
+
+        moving: rank 0's classes for moving requests, subclasses of handoff's `MovingRequests` and `Link`.
+        """
         self.rank = rank
         self.size = size
         self.device = device
@@ -49,6 +55,8 @@ class Ranks(Group):
         self.channel = channel
         self.lost = False
         self.part: Share | None = None
+        self._engine = engine
+        self.moving = moving
         with torch.inference_mode(False):  # now: made while a graph is captured, it would be zero again in every replay
             self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -130,16 +138,8 @@ class Ranks(Group):
 
     def engine(self, make: Callable[..., Any], *parts: Any) -> Any:
         """See `Group.engine`: a `LeadingEngine` on rank 0, a `FollowingEngine` on other ranks."""
-        from specdec.extensions.parallel.engine import FollowingEngine, LeadingEngine
-
-        kind = FollowingEngine if self.rank else LeadingEngine
-        return kind(self, *parts)
-
-    def moving(self) -> tuple[Any, Any]:
-        """Rank 0's classes for moving requests, subclasses of handoff's `MovingRequests` and `Link`."""
-        from specdec.extensions.parallel.among_ranks import LeadingRequests, RanksLink
-
-        return LeadingRequests, RanksLink
+        assert self._engine is not None
+        return self._engine(self, *parts)
 
     def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
         return engine.run(function, *arguments)

@@ -27,6 +27,7 @@ from attention.threads import start_thread
 from specdec.errors import InvariantError, RanksLostError
 from specdec.extensions.parallel.among_ranks import FollowedTransfers
 from specdec.extensions.parallel.collectives import RankGoneError
+from specdec.extensions.parallel.engine import FollowingEngine
 from specdec.extensions.parallel.messages import STARTED, CallMethod, Close, Failed, Join, Load, RankChannel, Reply
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
@@ -181,7 +182,7 @@ class Follower:
             Exception: another rank is gone: this process ends, too, for others may be waiting for it.
         """
         orders = Orders(self._inbox, number)
-        ranks = Ranks(self._rank, self._size, self._device, self._collectives, orders)
+        ranks = Ranks(self._rank, self._size, self._device, self._collectives, orders, FollowingEngine)
         options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids), device=self._device)
         try:
             with ranks.together():
