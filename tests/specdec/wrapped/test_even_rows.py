@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from specdec import SamplingParams
 from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 from specdec.wrapped import linears
 from specdec.wrapped.even_rows import even_activations
+from tests.specdec.ops.test_packed_weight import DTYPES
 
 ROWS = (1, 2, 3, 7, 31, 128, 257)
 
@@ -92,11 +93,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.thorough
 def test_log_probabilities_have_the_same_bits(dtype: torch.dtype) -> None:
-    if dtype not in linears._dtypes():
-        pytest.skip("no bfloat16 in oneDNN here")
     alone = bits(dtype, False)
     for name, options in CASES.items():
         assert bits(dtype, True, **options) == alone, name
@@ -125,8 +124,10 @@ def test_planted_defects_are_seen_by_the_self_test_and_in_answers(defect: str, m
     assert bits(torch.float32, True) != bits(torch.float32, False)
 
 
-def not_exact(backend: Any, device: torch.device, exact: bool = False) -> None:
-    backend._device, backend._exact = device, False
+def not_exact(
+    backend: Any, device: torch.device, exact: bool = False, own: Callable[..., None] = TorchBackend.__init__
+) -> None:
+    own(backend, device)
     backend.name, backend.batch_invariant = "batch_invariant", exact
 
 
