@@ -14,16 +14,15 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from drafters.base import Head
 from drafters.errors import HeadLoadError
+from drafters.mtp.spec import MtpSpec
 from drafters.unroll import Gain, TttAttend, shift_left, unroll
-
-if TYPE_CHECKING:
-    from drafters.mtp.head import MtpHead
 
 _LEAST = 16
 """Fewest tokens of a text for a comparison."""
@@ -33,7 +32,20 @@ _FIRST, _FED_BACK = range(1, 2), range(2, 5)
 """Numbers of the drafts that decide the projection's order and the feedback, whose effect grows per step."""
 
 
-Modules = Sequence["MtpHead"]
+class CheckedModule(Head, Protocol):
+    """The parts of a module that its input convention concerns; copies of it are run with the other convention."""
+
+    spec: MtpSpec
+    target_lm_head: Tensor
+
+    def whole_logits(self, x: Tensor) -> Tensor:
+        """[R, H] block outputs -> [R, V] logits of all the target's tokens, whatever it drafts on."""
+
+    def target_choice(self, states: Tensor) -> Tensor:
+        """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
+
+
+Modules = Sequence[CheckedModule]
 """One module, or several of one input convention."""
 
 
