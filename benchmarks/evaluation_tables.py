@@ -41,13 +41,14 @@ def measured_by(whole: Line) -> str:
         return f"{where}; {software}, lm-eval {versions['lm_eval']}"
     settings = provenance["settings"]
     versions = provenance.get("versions") or settings["versions"]
-    models = settings["models"].values()
+    models = settings["models"].values() if "models" in settings else [settings["model"]]
     where = ", ".join(f"{model['target']} on {model['device']}, {model['dtype']}" for model in models)
-    return f"{where}; {settings['data']['name']}; torch {versions['torch']}, transformers {versions['transformers']}"
+    data = settings["data"]["name"] if "data" in settings else ", ".join(settings["plan"]["tasks"])
+    return f"{where}; {data}; torch {versions['torch']}, transformers {versions['transformers']}"
 
 
 def acceptance(document: Line) -> list[list[str]]:
-    """`specdec eval acceptance`: one row per configuration."""
+    """`specdec eval acceptance`, and what `specdec eval gsm8k` has beside its scores: one row per configuration."""
     table = [["configuration", "questions", "τ (95 %)", "acceptance rate", "speed-up", "identical to the target alone"]]
     for arm in document["arms"]:
         metrics, timing = arm["metrics"], arm.get("timing") or {}
@@ -96,6 +97,7 @@ def accuracy_grid(document: Line) -> list[list[str]]:
 
 DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {
     "specdec.acceptance": acceptance,
+    "specdec.accuracy": acceptance,
     "specdec.lossless": lossless,
     "specdec.accuracy_grid": accuracy_grid,
 }
