@@ -295,9 +295,7 @@ def _mixed_exactly(scores: Tensor, v: Tensor) -> Tensor:
     """scores [b, Hkv, M, S or, with sinks, S+1], rounded values [b, Hkv, S, Dv] -> softmax of scores times values."""
     weights = _to_multiples(scores.sub_(scores.amax(-1, keepdim=True)).exp_(), _EXPONENTIAL)
     total, weights = weights.sum(-1, keepdim=True), weights[..., : v.shape[2]]
-    size = _power_of_two(v.abs().amax(-1)).clamp_(min=1e-200)[
-        :, :, None
-    ]  # of each key's values; zeros have one as well
+    size = _power_of_two(v.abs().amax(-1)).clamp_(min=1e-200)[:, :, None]  # of each key's values, zeros among them
     bound = _power_of_two(total) * (size * (weights > 0)).amax(-1, keepdim=True)  # 4 of it exceed the sum of products
     return _to_multiples(weights, bound / size * _WEIGHT) @ v / total
 

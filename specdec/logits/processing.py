@@ -296,8 +296,7 @@ def _begin(subject: Subject) -> int:
 
 
 def _by_the_user(scores: Tensor, rows: LogitsRows, option: str) -> None:
-    """Of each request by its own: views of its rows, which are neighbours, because a gather for each takes longer than
-    a processor."""
+    """Of each request by its own, which gets views of its rows: they are neighbours."""
     each = [cast(RequestProcessors, getattr(subject.params, option)) for subject in rows.subjects]
     for own, index in groupby(range(len(each)), each.__getitem__):
         at = list(index)

@@ -70,8 +70,8 @@ def _dtypes() -> list[torch.dtype]:
 def pack_linears(parts: Iterable[object], alterations: Alterations, even: bool = False) -> None:
     """Lay out the weights of the linear layers of a target and its head, in place of the plain ones until it is undone.
 
-    parts: those that are modules have weights. even: oneDNN multiplies also by those that others read, as they are, and
-    gives a row the same bits in any batch.
+    parts: those that are modules have weights. even: those that several layers read as well, and a row gets the same
+    bits in any batch.
     """
     roots = [part for part in parts if isinstance(part, nn.Module)]
     done: list[_Packed] = []
