@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.loading.names import builtin_names
+from specdec.loading.names import builtin_names, builtin_path
 from specdec.requests.stats import pool_requests
+from tests.fp8 import gaps
 from tests.specdec.engine.shared_prompts import expected_hits, five_shots
 from tests.specdec.engine.test_prefix_caching import found_by, lived
 
@@ -45,10 +48,11 @@ def test_in_float32_tokens_and_drafts_are_the_same(target: str, draft: str) -> N
 
 @pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
 def test_from_graphs_as_many_drafts_are_accepted(target: str, draft: str) -> None:
-    """In half precision a near tie may go another way, so the acceptance is compared, and most answers."""
+    """In half precision a near tie may go another way: each token is the best of the model in float32, or nearly."""
     with SpeculativeModel.from_pretrained(target, draft, dtype="bfloat16", cuda_graphs=True, **SIZES) as model:
         off, on = both(model)
         without, cached = (pool_requests([c.stats for c in found]).tau for found in (off, on))
         assert cached == pytest.approx(without, rel=0.06)
-        same = sum(a.token_ids == b.token_ids for a, b in zip(off, on, strict=True))
-        assert same >= len(on) - 2
+    oracle = AutoModelForCausalLM.from_pretrained(builtin_path(target), dtype=torch.float32)
+    for found in zip(off, on, strict=True):
+        assert max(float(gaps(oracle, answer).max()) for answer in found) < 0.1
