@@ -1,5 +1,5 @@
-"""Sampled requests from several threads, with `sampling="keyed"` and `backend="batch_invariant"` in bfloat16: with drafts
-tokens and log-probabilities are those of K = 0, bit for bit, in any company and after preemptions.
+"""Sampled requests from several threads, keyed and with invariant kernels in bfloat16: with drafts tokens and
+log-probabilities are those of K = 0, bit for bit, in any company and after preemptions.
 
     python -m tests.public.soak_bits --shape llama-3.1-8b [--drafts 5] [--requests 256] [--threads 8] [--out FILE]
 
