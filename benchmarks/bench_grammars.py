@@ -79,10 +79,11 @@ class Fills:
         self._fill = GrammarCompiler.fill
 
     def __enter__(self) -> Fills:
-        def timed(compiler: GrammarCompiler, *given: Any) -> None:
+        def timed(compiler: GrammarCompiler, *given: Any) -> bool:
             start = time.perf_counter()
-            self._fill(compiler, *given)
+            returned = self._fill(compiler, *given)
             self.seconds.append(time.perf_counter() - start)
+            return returned
 
         GrammarCompiler.fill = timed  # type: ignore[method-assign]
         return self
