@@ -144,6 +144,16 @@ def judge_from_loop(greedy: Tensor, round_: DeviceRound, draft: Draft | None) ->
     return result
 
 
+def accept_equal(ids: Tensor, num_drafts: Tensor, result: PackedResult) -> None:
+    """Decide the drafts of a result anew, in place, by one kernel: by the target's own tokens ids [J·(n+1)] int64."""
+    from specdec.ops.greedy_kernel import launch_acceptance
+
+    places = torch.arange(len(ids), device=ids.device)
+    rows, drafts = result.num_rows, result.drafts
+    out = (result.num_accepted, result.tokens, drafts)
+    launch_acceptance(ids, places.view(rows, -1), num_drafts, drafts, places[:rows], out)
+
+
 def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from drafters.base import Head
 from drafters.loops.base import Chosen, FixedLoop
 from drafters.loops.head_passes import target_ids_of
-from specdec.acceptance.accept import accept_greedy
+from specdec.acceptance.judge import accept_equal
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import (
     DraftPlaces,
@@ -79,7 +79,7 @@ class SampledDrafts:
             self._accepted[: len(num_accepted)] = num_accepted
         sampling = self._sampling.first(rows)
         seeds = self._sampling.seed
-        at = (self._accepted[:rows] + step + 1).clamp(max=seeds.shape[1] - 1)
+        at = (self._accepted[:rows] + (step + 1)).clamp(max=seeds.shape[1] - 1)
         own, drafts = seeds[:rows].gather(1, at[:, None])[:, 0], self._drafts[:rows, step]
         ids = draw_keyed(chosen.logits, chosen.ids, sampling.tensors, own, target_ids=self._target_ids, out=drafts)
         chosen.ids.copy_(ids)  # of greedy rows as before
@@ -153,8 +153,7 @@ def decide_sampled(
     if sampling.seed is not None:
         seeds = sampling.seed[:, : index.shape[1]].reshape(-1)
         ids = draw_keyed(logits, greedy, sampling.tensors, seeds, index=rows)
-        decided = accept_greedy(result.drafts, num_drafts, ids.view_as(index))
-        result.packed.copy_(PackedResult.pack(decided.num_accepted, decided.next_token, result.drafts).packed)
+        accept_equal(ids, num_drafts, result)
         return
     filtered = Filtered.empty(len(rows), device=logits.device)
     filter_rows(logits, greedy, sampling.tensors, filtered, index=rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import block_of, load_where, long_program_id
-from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
+from specdec.ops.logits_kernel import LOG2E, is_kept, load_logits, load_stats, weight
 
 _PART = 4096
 _SMALL = tl.constexpr(2.0**-6)
@@ -31,7 +31,7 @@ def _gumbel(seed, ids):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     w = tl.maximum(((x ^ (x >> 31)) >> 1).to(tl.float32) * 2.0**-63, 2.0**-64)
-    series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w / 5))))  # 1 - w has too few bits of a small w
+    series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4 + w * (1 / 5)))))  # 1 - w has too few bits of a small w
     return -tl.log(tl.where(w < _SMALL, series, -tl.log(1 - w)))
 
 
@@ -62,10 +62,14 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
         if temperature != 0:
             stats = load_stats(stats_ptr + row * 4)
             x = load_logits(logits_ptr, inside)
-            p = probability(x, column, stats, LOG2E / temperature, tl.load(min_p_ptr + row // per))
+            kept = inside & is_kept(x, column, stats)
+            floor = tl.load(min_p_ptr + row // per)
+            if floor > 0:
+                kept = kept & (weight(x, stats[0], LOG2E / temperature) >= floor)
             ids = column if ids_ptr is None else load_where(ids_ptr + column, inside)
-            scaled = tl.where(x == stats[0], 0.0, (x - stats[0]) / temperature)
-            x = tl.where(p > 0, scaled + _gumbel(tl.load(seeds_ptr + row), ids), float("-inf"))
+            inverse = 1 / temperature  # one division a row: logarithms leave its unit no time for one a token
+            scaled = tl.where(x == stats[0], 0.0, (x - stats[0]) * inverse)
+            x = tl.where(kept, scaled + _gumbel(tl.load(seeds_ptr + row), ids), float("-inf"))
     # Of equal logits the lowest id, inside a part and among parts, so that the result does not depend on the parts.
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     to = row * tl.num_programs(1) + part

@@ -41,12 +41,17 @@ def store_columns(ptr, values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def is_kept(x, index, stats):  # type: ignore[no-untyped-def]
+    """Whether filters other than min-p keep tokens [N] with logits x; stats as loaded."""
+    _, threshold, first, _ = stats
+    return (x > threshold) | ((x == threshold) & (index.to(tl.float32) >= first))
+
+
+@triton.jit
 def probability(x, index, stats, scale, floor):  # type: ignore[no-untyped-def]
     """p of tokens [N] with logits x; stats as loaded, of one row or of one row a token; floor: min_p."""
-    peak, threshold, first, total = stats
-    w = weight(x, peak, scale)
-    kept = (x > threshold) | ((x == threshold) & (index.to(tl.float32) >= first))
-    return tl.where(kept & (w >= floor), w, 0.0) / total
+    w = weight(x, stats[0], scale)
+    return tl.where(is_kept(x, index, stats) & (w >= floor), w, 0.0) / stats[3]
 
 
 @triton.jit

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 
 import specdec.acceptance.judge
 from drafters.loops.base import Draft
-from specdec.acceptance.judge import fill_drafts, fill_from_loop, in_order, judge_from_loop, judge_greedy
+from specdec.acceptance.judge import (
+    accept_equal,
+    fill_drafts,
+    fill_from_loop,
+    in_order,
+    judge_from_loop,
+    judge_greedy,
+)
 from specdec.ops.greedy_kernel import launch_acceptance
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.transfer import DeviceRound
@@ -113,6 +120,10 @@ def test_kernels_place_and_accept_as_torch_does(by_kernels: None, case: Verified
     assert ours.tolist() == fill_drafts(round_, ordered).tolist()
     right = judge_greedy(greedy, round_, ordered)
     assert result.packed.tolist() == right.packed.tolist() and result.packed.is_contiguous()
+    result.num_accepted.fill_(-7)
+    result.tokens.fill_(-7)
+    accept_equal(greedy[round_.logit_index].reshape(-1), round_.num_drafts, result)
+    assert result.packed.tolist() == right.packed.tolist()
 
 
 def test_all_and_none_and_a_few_are_accepted(by_kernels: None) -> None:
