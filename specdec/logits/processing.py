@@ -298,10 +298,13 @@ def _begin(subject: Subject) -> int:
 def _by_the_user(scores: Tensor, rows: LogitsRows, option: str) -> None:
     """Of each request by its own, which gets views of its rows: they are neighbours."""
     each = [cast(RequestProcessors, getattr(subject.params, option)) for subject in rows.subjects]
-    for own, index in groupby(range(len(each)), each.__getitem__):
-        at = list(index)
-        part = slice(at[0], at[-1] + 1)
-        own.apply(rows.prefixes.ids[part], rows.lens[part].tolist(), scores[part, :-1])
+    with torch.inference_mode(False), torch.no_grad():
+        ids, found = rows.prefixes.ids.clone(), scores[:, :-1].clone()  # the code may keep them, and change them
+        for own, index in groupby(range(len(each)), each.__getitem__):
+            at = list(index)
+            part = slice(at[0], at[-1] + 1)
+            own.apply(ids[part], rows.lens[part].tolist(), found[part])
+    scores[:, :-1] = found
 
 
 def _by_the_users_processors(scores: Tensor, rows: LogitsRows, own: str | TokenIds) -> None:

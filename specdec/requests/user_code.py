@@ -210,23 +210,17 @@ class RequestProcessors:
         """Change the scores of one verification of this request in place.
 
         What a processor raises at a position ends the request only if the tokens before that position are committed:
-        see `error_at`. Scores from there on stay as they are.
+        see `error_at`. It is not called from there on; what it left of the scores there is for no token.
 
         Args:
             ids: [n+1, L] int64. lens: of the tokens before each position, each one more than the one before.
-            scores: [n+1, V] float32.
+            scores: [n+1, V] float32. No inference tensors: the code may keep both.
         """
         state = self._begin(lens[0])
-        served = 0
-        with torch.inference_mode(False), torch.no_grad():
-            own_ids = ids.clone()
-            own_scores = scores.clone()
-            for row, length in enumerate(lens):
-                if state.error is None:
-                    state = self._next(state, own_ids[row : row + 1, :length], own_scores[row : row + 1])
-                self._after[length] = state
-                served += state.error is None
-        scores[:served] = own_scores[:served]
+        for row, length in enumerate(lens):
+            if state.error is None:
+                state = self._next(state, ids[row : row + 1, :length], scores[row : row + 1])
+            self._after[length] = state
 
     def note_largest(self, length: int, largest: Tensor, row: int, temperature: float) -> None:
         """Keep what all options have left of the scores of a position, see `_Left`: the next `error_at` tells."""
@@ -260,7 +254,9 @@ class RequestProcessors:
                 raise
             return State((), TypeError(f"it can no longer be copied ({error}): give it a __deepcopy__"))
         try:
-            scores.copy_(_called(own, ids, scores))
+            found = _called(own, ids, scores)
+            if found is not scores:
+                scores.copy_(found)
         except BaseException as error:
             return State((), named(error))
         return State(own)

@@ -342,6 +342,25 @@ def test_options_that_leave_no_token_end_their_request_alone(
     assert tokens([c for c in completions if c is not None]) == [*expected[:1], *expected[2:]]
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_scores_that_a_processor_left_when_it_raised_hurt_nobody(drafts: int) -> None:
+    """NaN has no distribution to draw from."""
+
+    def spoil(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > len(PROMPTS[1]):
+            scores.fill_(float("nan"))
+            raise ValueError("spoilt")
+        return scores
+
+    plain = SamplingParams(NEW, temperature=1.0, seed=3)
+    spoilt = SamplingParams(NEW, temperature=1.0, seed=3, logits_processor=spoil)
+    engine = engine_with(drafts, False, RoundExtra())
+    expected, _ = failing(engine, [plain] * 6)
+    found, errors = failing(engine, [plain, spoilt, *[plain] * 4])
+    assert "spoilt" in str(errors[1])
+    assert [one.token_ids for one in found[2:]] == [one.token_ids for one in expected[2:]]
+
+
 def test_each_request_has_a_watch_of_its_own_where_options_leave_few_tokens() -> None:
     some = SamplingParams(allowed_token_ids=[5, 6, 7], no_repeat_ngram_size=9, max_new_tokens=5)
     first, second = (some.of_request(i, torch.device("cpu")) for i in range(2))
