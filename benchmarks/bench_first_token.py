@@ -51,23 +51,24 @@ def by_transformers(model: str, dtype: str) -> dict[str, float]:
     return imported
 
 
-def by_specdec(model: str, dtype: str) -> dict[str, float]:
+def by_specdec(model: str, dtype: str, draft: str | None = None) -> dict[str, float]:
     """Start and generate a token; what the import alone took."""
     from specdec import SpeculativeModel
 
     imported = spent()
-    target = SpeculativeModel.from_pretrained(model, dtype=dtype)
+    target = SpeculativeModel.from_pretrained(model, draft, dtype=dtype)
     target.generate(_PROMPT, max_new_tokens=1, temperature=0)
     return imported
 
 
-def start(arm: str, model: str, dtype: str, caches: Path) -> dict[str, float]:
+def start(arm: str, model: str, dtype: str, draft: str | None, caches: Path) -> dict[str, float]:
     """One start in a process of its own: its seconds and memory.
 
     Raises:
         ClickException: it failed.
     """
     command = [sys.executable, "-m", "benchmarks.bench_first_token", "--model", model, "--dtype", dtype, "--here", arm]
+    command += ["--draft", draft] if draft else []
     begun = time.perf_counter()
     run = subprocess.run(command, env=os.environ | {"XDG_CACHE_HOME": str(caches)}, capture_output=True, text=True)
     wall = time.perf_counter() - begun
@@ -94,6 +95,7 @@ def compared(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 @click.command(help=usage(__doc__))
 @click.option("--model", required=True, help="A folder in safetensors, or a GGUF file.")
 @click.option("--dtype", default="float32", show_default=True)
+@click.option("--draft", help="specdec's head, as `from_pretrained` takes it; none by default.")
 @click.option("--rounds", type=int, default=5, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Append the line to this file.")
 @click.option("--here", hidden=True, help="Measure one start in this process.")
@@ -101,18 +103,25 @@ def main(**options: Any) -> None:
     """Measure starts."""
     o = SimpleNamespace(**options)
     if o.here:
-        imported = (by_transformers if o.here == "transformers" else by_specdec)(o.model, o.dtype)
+        given = (o.model, o.dtype)
+        imported = by_transformers(*given) if o.here == "transformers" else by_specdec(*given, o.draft)
         click.echo(json.dumps(spent() | {"import_cpu_s": imported["cpu_s"]}))
         return
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for _ in range(o.rounds):
         with tempfile.TemporaryDirectory() as caches:
             for arm in ARMS:
-                runs[arm].append(start(arm, o.model, o.dtype, Path(caches)))
+                runs[arm].append(start(arm, o.model, o.dtype, o.draft, Path(caches)))
                 click.echo(f"{arm}: {json.dumps(runs[arm][-1])}")
     from benchmarks.document import publish  # imports torch, which a start that is measured does itself
 
-    facts = {"benchmark": "first_token", "model": Path(o.model).name, "dtype": o.dtype, "rounds": o.rounds}
+    facts = {
+        "benchmark": "first_token",
+        "model": Path(o.model).name,
+        "dtype": o.dtype,
+        "draft": o.draft,
+        "rounds": o.rounds,
+    }
     publish(
         facts | {"threads": os.environ.get("OMP_NUM_THREADS", "all")} | {"results": compared(runs)}, o.out, append=True
     )

@@ -15,6 +15,7 @@ from attention.hf.weights import computes_plainly, model_bytes
 from specdec.errors import InvalidInputError
 from specdec.ops.packed_weight import EVEN_ROWS, ONEDNN, Matrix, PackedWeight
 from specdec.wrapped.alterations import Alterations
+from specdec.wrapped.mapped_files import MappedFiles
 
 _FEWEST_BYTES = 2**25
 """Weights of fewer bytes stay in a processor's cache, where laying them out gains nothing."""
@@ -84,6 +85,7 @@ def pack_linears(parts: Iterable[object], alterations: Alterations, even: bool =
         for name, buffer in module._buffers.items():
             if type(buffer) is Tensor:
                 held[_address(buffer)].append((module, name))
+    files = MappedFiles()
     for group in _groups(modules, held, even):
         owns = [own for own, _ in group]
         matrix = Matrix(
@@ -96,6 +98,7 @@ def pack_linears(parts: Iterable[object], alterations: Alterations, even: bool =
             _put(packed, own, layers)
             for module, name in buffers:
                 module._buffers[name] = packed
+            files.give_back(own.data)
             own.data = own.data.new_empty(0) if matrix.packed else matrix.memory
     for weight in {p for module in modules for p in module._parameters.values() if type(p) is nn.Parameter}:
         if _address(weight) not in held:
