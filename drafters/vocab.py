@@ -35,11 +35,6 @@ def mask_of(d2t: Tensor, target_vocab_size: int) -> Tensor:
     return mask
 
 
-def identity_offsets(vocab_size: int) -> Tensor:
-    """The map of a head that knows the whole vocabulary: zeros [V] int64."""
-    return torch.zeros(vocab_size, dtype=torch.int64)
-
-
 def check_map(d2t: Tensor, target_vocab_size: int, t2d: Tensor | None = None) -> None:
     """Check a checkpoint's vocabulary map: offsets d2t [Vd], and t2d [V] bool, or None where it has none.
 

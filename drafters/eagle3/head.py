@@ -16,7 +16,7 @@ from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 from drafters.loops.head_passes import EaglePasses
 from drafters.rope import Rotary, rotate
-from drafters.vocab import check_offsets, identity_offsets, ids_of, offsets_of
+from drafters.vocab import check_offsets, ids_of, offsets_of
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -191,7 +191,7 @@ class Eagle3Head(nn.Module):
             raise InvalidInputError(
                 f"a head of {spec.draft_vocab_size} draft tokens for a vocabulary of {spec.vocab_size} needs d2t"
             )
-        offsets = identity_offsets(spec.vocab_size) if d2t is None else d2t.detach().long()
+        offsets = torch.zeros(spec.vocab_size, dtype=torch.int64) if d2t is None else d2t.detach().long()
         if offsets.shape != (spec.draft_vocab_size,):
             raise InvalidInputError(f"d2t has shape {list(offsets.shape)}, the head asks for [{spec.draft_vocab_size}]")
         check_offsets(offsets, spec.vocab_size)
@@ -271,7 +271,7 @@ class Eagle3Head(nn.Module):
 
     def draft_loop(self, limits: LoopSize) -> ChainLoop:
         """A chain."""
-        return ChainLoop(self, partial(EaglePasses, self))
+        return ChainLoop(self, EaglePasses)
 
 
 class Eagle1Head(Eagle3Head):

@@ -6,7 +6,7 @@ Between rounds one vector a request and module stays on the device, see `drafter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic
@@ -125,11 +125,11 @@ class ChainLoop(_TurnsLoop):
     name = "chains of drafts"
     num_following = 1
 
-    def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
-        """passes: makes the head's passes, as functions of tensors; default `HeadPasses`."""
+    def __init__(self, head: Head, passes: type[HeadPasses] = HeadPasses) -> None:
+        """passes: the kind of the head's passes, as functions of tensors."""
         self.section = DraftSection(1)
         self._head = head
-        self._passes = passes or (lambda: HeadPasses(head))
+        self._passes = passes
 
     def run(self, inputs: DraftInputs, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Draft 1 comes from the draft prefill, drafts 2 … n from the head's own output.
@@ -149,7 +149,7 @@ class ChainLoop(_TurnsLoop):
         """See `GraphLoop.fixed_form`."""
         from drafters.loops.fixed_forms import FixedChain  # late: only rounds from graphs need it
 
-        return FixedChain(self._passes(), runner, aux, limits, greedy, compiler)
+        return FixedChain(self._passes(self._head), runner, aux, limits, greedy, compiler)
 
 
 class ModuleLoop(_TurnsLoop):

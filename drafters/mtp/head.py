@@ -207,7 +207,7 @@ class MtpHead(nn.Module):
 
     def draft_loop(self, limits: LoopSize) -> ChainLoop:
         """A chain: the module is fed its own output."""
-        return ChainLoop(self, lambda: MtpPasses(self))
+        return ChainLoop(self, MtpPasses)
 
     def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
         check_convention(self.mtp_modules, token_ids, states, num_drafts)
