@@ -15,10 +15,10 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import IO, Any
 
 import click
@@ -68,12 +68,22 @@ class LazyCommand:
 class LazyGroup(click.Group):
     """A click group of lazy commands (`lazy`, by name), in the order given. `SpecdecError`s end with one message."""
 
-    plugins: Mapping[str, Plugin] = MappingProxyType({})
-    """Commands that other packages add, by name."""
-
-    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], adds: bool = False, **kwargs: Any) -> None:
+        """adds: with the commands that other packages add."""
         super().__init__(*args, **kwargs)
-        self.lazy = lazy
+        self.lazy, self._adds = lazy, adds
+
+    @cached_property
+    def plugins(self) -> Mapping[str, Plugin]:
+        """Commands that other packages add, by name. Looked for once, when commands are listed or one is not built in.
+
+        Raises:
+            BadInput: two commands have one name.
+        """
+        try:
+            return find_plugins(self.lazy) if self._adds else {}
+        except PluginError as error:
+            raise BadInput(str(error)) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.lazy, *self.plugins]

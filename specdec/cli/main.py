@@ -8,13 +8,11 @@ importing torch. Other packages add commands through entry points (specdec/cli/l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import click
 
-from specdec.cli.lazy import CONTEXT, BadInput, LazyCommand, LazyGroup, Plugin, PluginError, find_plugins
+from specdec.cli.lazy import CONTEXT, LazyCommand, LazyGroup
 from specdec.cli.options import examples
 
 _COMMANDS = {
@@ -29,22 +27,6 @@ _COMMANDS = {
 }
 
 
-class Commands(LazyGroup):
-    """The built-in commands, and those that other packages add."""
-
-    @cached_property
-    def plugins(self) -> Mapping[str, Plugin]:  # type: ignore[override]
-        """By name. Looked for once, when commands are listed or one is no built-in one.
-
-        Raises:
-            BadInput: two commands have one name.
-        """
-        try:
-            return find_plugins(self.lazy)
-        except PluginError as error:
-            raise BadInput(str(error)) from error
-
-
 def _help() -> None:
     """Without a command the help is the answer, and no usage error."""
     context = click.get_current_context()
@@ -52,9 +34,10 @@ def _help() -> None:
         click.echo(context.get_help())
 
 
-cli = Commands(
+cli = LazyGroup(
     "specdec",
     lazy=_COMMANDS,
+    adds=True,
     callback=_help,
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
