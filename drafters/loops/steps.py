@@ -205,11 +205,11 @@ class StepSection:
         self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), leading=leading)
         self.fields = self.arrays.fields
 
-    def sizes(self, rows: int, pages: int, steps: int, entries: int | None = None) -> dict[str, int]:
-        """Sizes for at most these rows, pages a row and steps; entries: length of a page list, default rows · pages."""
+    def sizes(self, rows: int, pages: int, steps: int) -> dict[str, int]:
+        """Sizes for at most these rows, pages a row and steps."""
         tokens = rows * sum(step_width(step, self._num_modules) for step in range(1, steps + 1))
         own = {"steps": steps, "step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages}
-        return own | {"step.tokens": tokens, "step.entries": rows * pages if entries is None else entries}
+        return own | {"step.tokens": tokens, "step.entries": rows * pages}
 
     def of(self, batches: Sequence[HostBatch], staged: Staged) -> Passes:
         """Attention metadata of every step."""
@@ -261,7 +261,8 @@ class StepBuffers:
         self._lens = np.zeros(shape.rows, np.int64)
         self._num_drafts = np.zeros(shape.rows, np.int64)
         self._section = section = StepSection(num_modules, table=False)
-        self._bucket = bucket_of(**section.sizes(shape.rows, 0, shape.num_steps, shape.page_entries))
+        sizes = section.sizes(shape.rows, 0, shape.num_steps) | {"step.entries": shape.page_entries}
+        self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(section.fields, self._bucket, device)
         buffers: list[Arrays] = self._arena.hosts(self._bucket)
         self._places = [_Place(section.arrays.of(host), shape, self._tokens) for host in buffers]
