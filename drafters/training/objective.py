@@ -78,8 +78,7 @@ def collate(answers: AnswerSet, indices: np.ndarray, pad_multiple: int, device: 
     columns = np.arange(width)
     real = columns < lengths[:, None]
     answer = real & (columns >= answers.answer_starts[indices][:, None])
-    ids, real_t, answer_t = (torch.from_numpy(x).to(device, non_blocking=True) for x in (token_ids, real, answer))
-    return Batch(ids, real_t, answer_t)
+    return Batch(*(torch.from_numpy(x).to(device, non_blocking=True) for x in (token_ids, real, answer)))
 
 
 Features = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -151,7 +151,7 @@ class Run:
     data: str
 
 
-def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measurement], save: Save[Any]) -> Path:
+def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measurement], save: Save[Any]) -> None:
     """Write step-N into the run's folder, whole or not at all: the head in its layout, and trainer.pt. Deletes old
     ones, but with `patience` not the best head's.
 
@@ -160,7 +160,6 @@ def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measure
         RunFolderError: it cannot be written; earlier checkpoints stay.
     """
     _check_finite(learner.head, step)
-    final = checkpoint_of(run, step)
     state = {
         "step": step,
         "data": run.data,
@@ -172,7 +171,7 @@ def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measure
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
     try:
-        with whole_folder(final) as partial:
+        with whole_folder(checkpoint_of(run, step)) as partial:
             save(learner.head, partial)
             with (partial / _STATE).open("wb") as out:
                 torch.save(state, out)
@@ -184,7 +183,6 @@ def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measure
     for old in checkpoints(run.folder)[: -run.config.keep_checkpoints]:
         if old != best:
             shutil.rmtree(old)
-    return final
 
 
 def checkpoint_of(run: Run, step: int) -> Path:
