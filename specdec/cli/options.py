@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
     from specdec.requests.sampling import SamplingParams
 
+Decorator = Callable[[Any], Any]
+"""Adds an option to a command."""
 COUNT = click.IntRange(1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -40,14 +42,12 @@ class Numbers(click.ParamType):
         return tuple(self._each.convert(part.strip(), param, ctx) for part in str(value).split(","))
 
 
-def option(
-    names: str, help: str | None = None, type: Any = None, default: Any = None, **more: Any
-) -> Callable[[Any], Any]:
+def option(names: str, help: str | None = None, type: Any = None, default: Any = None, **more: Any) -> Decorator:
     """`click.option` of names in one text, as "-k --num-speculative-tokens"; its help shows the default."""
     return click.option(*names.split(), help=help, type=type, default=default, show_default=True, **more)
 
 
-def flag(names: str, help: str) -> Callable[[Any], Any]:
+def flag(names: str, help: str) -> Decorator:
     """An option without a value, False where it is not given."""
     return click.option(*names.split(), help=help, is_flag=True)
 
@@ -79,7 +79,7 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def added(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Command], _Command]:
+def added(options: Sequence[Decorator]) -> Callable[[_Command], _Command]:
     """A decorator that adds options to a command, in their order."""
     return lambda command: reduce(lambda made, add: add(made), reversed(options), command)
 
@@ -104,28 +104,25 @@ def sampling_of(options: Options, **more: Any) -> SamplingParams:
     return SamplingParams(**only(options, SAMPLING) | more)
 
 
-def offered(command: str, without: Container[str] = (), kind: type[LoadOptions] = LoadOptions) -> list[str]:
+def offered(command: str, without: Container[str] = ()) -> list[str]:
     """Names of the load options that a command ("run", "eval" or "train") offers.
 
     without: options that it has under a name of its own.
     """
-    return [each.name for each in fields(kind) if command in option_of(each).commands and each.name not in without]
+    known = fields(LoadOptions)
+    return [each.name for each in known if command in option_of(each).commands and each.name not in without]
 
 
-def load_options(
-    names: Container[str],
-    changes: Mapping[str, Options] | None = None,
-    kind: type[LoadOptions] = LoadOptions,
-) -> Callable[[_Command], _Command]:
+def load_options(names: Container[str], changes: Mapping[str, Options] | None = None) -> Callable[[_Command], _Command]:
     """A decorator that adds these load options, in the order of `LoadOptions`.
 
     changes: by option, what `option` gets otherwise for this command.
     """
-    chosen = [each for each in fields(kind) if each.name in names]
+    chosen = [each for each in fields(LoadOptions) if each.name in names]
     return added([_click_option(each, **(changes or {}).get(each.name, {})) for each in chosen])
 
 
-def _click_option(load: Field[Any], **changes: Any) -> Callable[[Any], Any]:
+def _click_option(load: Field[Any], **changes: Any) -> Decorator:
     about = option_of(load)
     dashed = load.name.replace("_", "-")
     words = f"--{dashed}"

@@ -74,19 +74,22 @@ def names_of(command: click.Command) -> set[str]:
     return {str(parameter.name) for parameter in command.params}
 
 
-def bare(kind: type[LoadOptions], command: str) -> click.Command:
+def bare(command: str) -> click.Command:
     """A command with the load options and no others."""
-    return load_options(offered(command, kind=kind), kind=kind)(click.command()(lambda **_: None))
+    return load_options(offered(command))(click.command()(lambda **_: None))
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, OneMore], ids=["options", "planted"])
 @pytest.mark.parametrize("command", ["run", "eval", "train"])
-def test_the_options_of_a_command_are_made_from_the_fields(kind: type[LoadOptions], command: str) -> None:
-    made = bare(kind, command)
-    assert names_of(made) == set(offered(command, kind=kind))
+def test_the_options_of_a_command_are_made_from_the_fields(
+    kind: type[LoadOptions], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.cli.options.LoadOptions", kind)
+    made = bare(command)
+    assert names_of(made) == set(offered(command))
     defaults = {each.name: each.default for each in fields(kind)}
     assert {p.name: p.get_default(click.Context(made)) for p in made.params} == {
-        name: defaults[name] for name in offered(command, kind=kind)
+        name: defaults[name] for name in offered(command)
     }
 
 
@@ -95,9 +98,12 @@ def test_the_options_of_a_command_are_made_from_the_fields(kind: type[LoadOption
     [(generate, "run"), (inspect_command, "run"), *((each, "train") for each in train.commands.values())],
     ids=lambda x: x.name if isinstance(x, click.Command) else x,
 )
-def test_every_command_offers_what_its_group_does(command: click.Command, group: str) -> None:
+def test_every_command_offers_what_its_group_does(
+    command: click.Command, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert set(offered(group)) - names_of(command) == set()
-    assert set(offered(group, kind=OneMore)) - names_of(command) == {"attention_sinks"}
+    monkeypatch.setattr("specdec.cli.options.LoadOptions", OneMore)
+    assert set(offered(group)) - names_of(command) == {"attention_sinks"}
 
 
 def test_every_option_is_a_command_line_option_somewhere() -> None:
@@ -105,10 +111,11 @@ def test_every_option_is_a_command_line_option_somewhere() -> None:
     assert set(offered("train")) < set(offered("run"))
 
 
-def test_a_field_without_a_description_is_refused() -> None:
+def test_a_field_without_a_description_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = make_dataclass("Silent", [("sinks", int, field(default=0))], bases=(LoadOptions,), frozen=True)
+    monkeypatch.setattr("specdec.cli.options.LoadOptions", silent)
     with pytest.raises(TypeError, match="the field 'sinks' of LoadOptions has no Option"):
-        load_options(offered("run", kind=silent), kind=silent)
+        load_options(offered("run"))
 
 
 def test_help_of_an_option_is_one_sentence_of_its_own() -> None:
