@@ -45,40 +45,14 @@ class Between:
     serving: Any = None
 
 
-@dataclass(frozen=True)
-class EagerAttention:
-    """One attention between two graphs: see `LayerAttend`. out [T, Hq, Dv]: input of the next graph."""
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-    out: Tensor
-
-    def run(self, between: Between) -> None:
-        """Launch it."""
-        between.attend(self.layer, self.query, self.key, self.value, self.sinks, self.out)
-
-
-@dataclass(frozen=True)
-class OtherCall:
-    """One of the `CutCalls` between two graphs: a method's name, its inputs. out [T, …]: input of the next graph."""
-
-    name: str
-    call: int
-    inputs: tuple[Any, ...]
-    out: Tensor
-
-    def run(self, between: Between) -> None:
-        """Launch it."""
-        self.out.copy_(between.serving(self.name, self.call, *self.inputs))
+Call = Callable[[Between], object]
+"""Launches one attention, or one of the `CutCalls`, between two graphs, into the input of the next graph."""
 
 
 class SegmentedGraph:
-    """The graphs of one launch and the attentions between them."""
+    """The graphs of one launch and the calls between them."""
 
-    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[EagerAttention | OtherCall]) -> None:
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[Call]) -> None:
         self._graphs = graphs
         self._calls = calls
 
@@ -95,7 +69,7 @@ class SegmentedGraph:
         self._graphs[0].replay()
         between = plan()
         for call, graph in zip(self._calls, self._graphs[1:], strict=True):
-            call.run(between)
+            call(between)
             graph.replay()
 
 
@@ -107,7 +81,7 @@ class _Cutter:
         self._group = group
         self._open = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.calls: list[EagerAttention | OtherCall] = []
+        self.calls: list[Call] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -126,15 +100,16 @@ class _Cutter:
         """A `LayerAttend` that attends nothing: the graph ends with its inputs, the next one begins with its output."""
         out = _output(query, value)
         self.end()
-        self.calls.append(EagerAttention(layer, unowned(query), unowned(key), unowned(value), sinks, unowned(out)))
+        q, k, v, to = map(unowned, (query, key, value, out))
+        self.calls.append(lambda between: between.attend(layer, q, k, v, sinks, to))
         self.begin()
         return out
 
     def note(self, name: str, call: int, inputs: tuple[Any, ...], out: Tensor) -> None:
         """Cut at a call of `CutCalls`: the graph ends with its inputs, the next one begins with its output."""
         self.end()
-        own = tuple(unowned(x) if isinstance(x, Tensor) else x for x in inputs)
-        self.calls.append(OtherCall(name, call, own, unowned(out)))
+        own, to = tuple(unowned(x) if isinstance(x, Tensor) else x for x in inputs), unowned(out)
+        self.calls.append(lambda between: to.copy_(between.serving(name, call, *own)))
         self.begin()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
-from specdec.execution.segments import Between, EagerAttention, OtherCall, SegmentedGraph
+from specdec.execution.segments import Between, SegmentedGraph, record_segments
 
 CPU = torch.device("cpu")
 PAGE, LAYERS, PADDED = 16, 3, 64
@@ -181,24 +182,46 @@ def planned_by(runner: GroupRunner, metadata: CommonAttentionMetadata) -> Planne
 
 
 class Graph:
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
+    """Stands for a CUDA graph: it notes what becomes of it."""
+
+    events: list[str]
+
+    def capture_begin(self, **_: Any) -> None:
+        self.events.append("begin")
+
+    def capture_end(self) -> None:
+        self.events.append("end")
 
     def replay(self) -> None:
-        self._events.append("graph")
+        self.events.append("graph")
 
 
-def segments_of(key: AttentionSpec, events: list[str], dtype: torch.dtype) -> tuple[SegmentedGraph, Any]:
-    """Graphs that do nothing, and the attentions between them on slices of a fused projection with padding."""
-    generator, calls = torch.Generator().manual_seed(5), []
-    heads = [key.num_q_heads, key.num_kv_heads, key.num_kv_heads]
-    for layer in range(LAYERS):
-        fused = torch.randn(PADDED, sum(heads), key.head_dim_k, generator=generator).to(dtype)
-        states = fused.split(heads, 1)
-        out = torch.full((PADDED, key.num_q_heads, key.head_dim_v), 7.0, dtype=dtype)
-        calls.append(EagerAttention(layer, *states, None, out))
-    graphs: Any = [Graph(events) for _ in range(LAYERS + 1)]
-    return SegmentedGraph(graphs, calls), calls
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What becomes of graphs, which hold nothing."""
+    monkeypatch.setattr(Graph, "events", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    return Graph.events
+
+
+def segments_of(key: AttentionSpec, dtype: torch.dtype) -> tuple[SegmentedGraph, list[SimpleNamespace]]:
+    """A launch of attentions on slices of a fused projection with padding, cut into graphs; and its attentions."""
+
+    def launch(attend: Callable[..., torch.Tensor], _: Any) -> list[SimpleNamespace]:
+        generator, calls = torch.Generator().manual_seed(5), []
+        heads = [key.num_q_heads, key.num_kv_heads, key.num_kv_heads]
+        for layer in range(LAYERS):
+            fused = torch.randn(PADDED, sum(heads), key.head_dim_k, generator=generator).to(dtype)
+            states = fused.split(heads, 1)
+            out = attend(layer, *states, None).fill_(7)
+            calls.append(SimpleNamespace(layer=layer, states=states, out=out))
+        return calls
+
+    return record_segments(launch, None)
 
 
 VERIFICATIONS, CHUNK, MIXED = [4, 4, 4, 1], [40], [4, 4, 30, 2]
@@ -214,10 +237,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_operators_but_those_that_the_kernels_need(case: str, kernels: None) -> None:
+def test_no_operators_but_those_that_the_kernels_need(case: str, kernels: None, events: list[str]) -> None:
     make, key, query_lens, needed = CASES[case]
     runner = runner_of(make(CPU), key)
-    planned, (graph, _) = planned_by(runner, metadata_of(query_lens, 50)), segments_of(key, [], torch.bfloat16)
+    planned, (graph, _) = planned_by(runner, metadata_of(query_lens, 50)), segments_of(key, torch.bfloat16)
     attend = partial(runner.attend, planned)
     graph.replay(lambda: Between(attend))  # what is made once a layer
     with check_mode(False), torch.inference_mode(), Operators() as operators:
@@ -225,14 +248,16 @@ def test_no_operators_but_those_that_the_kernels_need(case: str, kernels: None) 
     assert operators.names == needed * LAYERS
 
 
-def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_runs() -> None:
-    events: list[str] = []
-    graph, calls = segments_of(KEY, events, torch.float32)
+def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_runs(events: list[str]) -> None:
+    graph, calls = segments_of(KEY, torch.float32)
+    assert events == ["begin", "end"] * (LAYERS + 1) and graph.num_graphs == LAYERS + 1
+    events.clear()
 
     def attend(layer: int, *states: Any) -> torch.Tensor:
         events.append(f"attention {layer}")
-        assert all(x is y for x, y in zip(states, list(vars(calls[layer]).values())[1:], strict=True))
-        return calls[layer].out
+        own = calls[layer]
+        assert all(x is y for x, y in zip(states, (*own.states, None, own.out), strict=True))
+        return own.out
 
     def plan() -> Any:
         events.append("plan")
@@ -251,14 +276,16 @@ def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_r
         for j, lens in enumerate(([4, 4, 4], VERIFICATIONS, MIXED, CHUNK, [16] * 4, [4, 4, 30]))
     ],
 )
-def test_results_and_cache_are_those_without_padding(backend: str, query_lens: list[int], kernels: None) -> None:
+def test_results_and_cache_are_those_without_padding(
+    backend: str, query_lens: list[int], kernels: None, events: list[str]
+) -> None:
     make, dtype = (TorchBackend, torch.float32) if backend == "torch" else (FlashInferBackend, torch.bfloat16)
     metadata, tokens = metadata_of(query_lens, 50), sum(query_lens)
     runner, plain, reference = (runner_of(m(CPU), KEY, dtype) for m in (make, make, TorchBackend))
-    graph, calls = segments_of(KEY, [], dtype)
+    graph, calls = segments_of(KEY, dtype)
     graph.replay(lambda: Between(partial(runner.attend, runner.plan(metadata))))
     for call, layer, other in zip(calls, runner.layers, plain.layers, strict=True):
-        states = [x[:tokens] for x in (call.query, call.key, call.value)]
+        states = [x[:tokens] for x in call.states]
         alone = plain.attend(plain.plan(metadata), call.layer, *states)
         expected = reference.attend(reference.plan(metadata), call.layer, *states)
         assert torch.equal(call.out[:tokens], alone) and (call.out[tokens:] == 7).all()
@@ -266,16 +293,27 @@ def test_results_and_cache_are_those_without_padding(backend: str, query_lens: l
         assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
 
 
-def test_recurrences_run_between_the_graphs_as_attentions_do() -> None:
-    events: list[str] = []
-    out, x = torch.full((4, 3), 7.0), torch.ones(4, 3)
+def test_recurrences_run_between_the_graphs_as_attentions_do(events: list[str]) -> None:
+    x = torch.ones(4, 3)
 
     def recur(name: str, call: int, *inputs: Any) -> torch.Tensor:
         events.append(f"recurrence {call}")
         assert name == "short_conv" and inputs == (x, None, True)
         return torch.full((4, 3), 2.0)
 
-    graphs: Any = [Graph(events), Graph(events)]
-    graph = SegmentedGraph(graphs, [OtherCall("short_conv", 5, (x, None, True), out)])
+    def launch(_: Any, serve: Any) -> torch.Tensor:
+        return serve("short_conv", 5, x, None, True)
+
+    def noted(note: Any) -> Any:
+        def call(name: str, number: int, *inputs: Any) -> torch.Tensor:
+            out = torch.full((4, 3), 7.0)
+            note(name, number, inputs, out)
+            return out
+
+        return call
+
+    others: Any = SimpleNamespace(blank=lambda: lambda *_: torch.zeros(4, 3), noted=noted)
+    graph, out = record_segments(launch, None, others=others)
+    events.clear()
     graph.replay(lambda: Between(lambda *_: pytest.fail("no attention"), recur))
     assert events == ["graph", "recurrence 5", "graph"] and (out == 2).all()
