@@ -16,8 +16,9 @@ from attention.checking import require
 from specdec.logits.forms import TokenPrefixes
 from specdec.logits.processing import LogitsRows, Subject, filters_of, on_device, process
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra, drafted_prefixes
+from specdec.rounds.extras import EarlyDrafts, RoundExtra, drafted_prefixes
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.rounds.transfer import DeviceRound
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class ChangedLogits(RoundExtra):
         assert isinstance(own, ChangedRows)
         return any(subject.has_code for subject in own.subjects)
 
-    def rewrite(self, logits: Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None) -> Tensor:
+    def rewrite(self, logits: Tensor, round_: DeviceRound, own: BatchExtra, drafts: EarlyDrafts | None) -> Tensor:
         """See `RoundExtra.rewrite`. One copy of all logits in float32, in which rows with options are changed."""
         assert isinstance(own, ChangedRows)
         rows, vocab = logits.shape
@@ -95,7 +96,7 @@ _ALIGNED = 8
 """Floats: rows of scores begin at multiples, one column at least beyond the vocabulary."""
 
 
-def rows_of(own: ChangedRows, round_: DecidedRows, at: Tensor) -> LogitsRows:
+def rows_of(own: ChangedRows, round_: DeviceRound, at: Tensor) -> LogitsRows:
     """The rows of logits [N] at these places, with the tokens before each."""
     before = drafted_prefixes(round_)
     prompts = np.array([subject.prompt_len for subject in own.subjects], np.int64)

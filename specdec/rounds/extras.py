@@ -9,43 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attention.batch.host import BatchExtra
-from attention.batch.metadata import CommonAttentionMetadata, MakeSection
+from attention.batch.metadata import MakeSection
 from drafters.loops.base import Choose, Draft
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import ExtraColumns
+from specdec.rounds.transfer import DeviceRound
 from specdec.values import Json
 
 NEEDS_AN_EXTRA = ("grammar",)
 """Options of `SamplingParams` that the core has, and only an extra serves."""
-
-
-class DecidedRows(Protocol):
-    """A verification on the device, as `RoundExtra.adjust` reads it: see `VerificationArrays`.
-
-    token_ids: drafts in their places. metadata: its attention, with the extras that were sent.
-    """
-
-    @property
-    def token_ids(self) -> Tensor: ...
-
-    @property
-    def logits_indices(self) -> Tensor: ...
-
-    @property
-    def logit_index(self) -> Tensor: ...
-
-    @property
-    def num_drafts(self) -> Tensor: ...
-
-    @property
-    def metadata(self) -> CommonAttentionMetadata: ...
 
 
 @dataclass(frozen=True)
@@ -137,15 +116,16 @@ class RoundExtra:
         """
         return None
 
-    def adjust(self, logits: Tensor, round_: DecidedRows) -> Tensor:
-        """The logits [R', V] by which the verification is decided, from the target's, which stay as they are.
+    def adjust(self, logits: Tensor, round_: DeviceRound) -> Tensor:
+        """The logits [R', V] by which the verification is decided, from the target's, which stay as they are. Tokens
+        of `round_` have the drafts in their places.
 
         It runs in every form of a round. Captured graphs replay its launches, so it must read values that change from
         the round's tensors, never from the host: see `rewrite`. `drafted_prefixes` gives the tokens before each row.
         """
         return logits
 
-    def rewrite(self, logits: Tensor, round_: DecidedRows, own: BatchExtra, drafts: EarlyDrafts | None) -> Tensor:
+    def rewrite(self, logits: Tensor, round_: DeviceRound, own: BatchExtra, drafts: EarlyDrafts | None) -> Tensor:
         """As `adjust`, after it, of rounds for which the extra has arrays, and never captured: it may read these.
 
         The tail of a round, from these logits to the decision, is launched anew then where a graph has decided already.
@@ -216,7 +196,7 @@ class DraftedPrefixes:
     there: Tensor
 
 
-def drafted_prefixes(round_: DecidedRows) -> DraftedPrefixes:
+def drafted_prefixes(round_: DeviceRound) -> DraftedPrefixes:
     """See `DraftedPrefixes`; never waits for the device."""
     index, rows = round_.logit_index, round_.logits_indices
     decided = torch.arange(len(index), device=rows.device)[:, None].expand_as(index)
@@ -227,17 +207,12 @@ def drafted_prefixes(round_: DecidedRows) -> DraftedPrefixes:
     return DraftedPrefixes(owner, round_.token_ids[places], bonus + columns <= rows[:, None])
 
 
-def make_sections(extras: Sequence[RoundExtra], fixed: bool) -> list[MakeSection]:
-    """See `RoundExtra.section`."""
-    return [make for extra in extras if (make := extra.section(fixed)) is not None]
-
-
 def adjusting(extras: Sequence[RoundExtra]) -> tuple[RoundExtra, ...]:
     """The extras that override `adjust`."""
     return tuple(extra for extra in extras if type(extra).adjust is not RoundExtra.adjust)
 
 
-def adjusted(extras: Sequence[RoundExtra], logits: Tensor, round_: DecidedRows) -> Tensor:
+def adjusted(extras: Sequence[RoundExtra], logits: Tensor, round_: DeviceRound) -> Tensor:
     """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
     for extra in extras:
         logits = extra.adjust(logits, round_)
@@ -268,7 +243,7 @@ def rewritten(
     extras: Sequence[RoundExtra],
     arrays: Sequence[BatchExtra | None],
     logits: Tensor,
-    round_: DecidedRows,
+    round_: DeviceRound,
     drafts: EarlyDrafts | None = None,
 ) -> Tensor:
     """See `RoundExtra.rewrite`; the same tensor if no extra rewrites it. arrays: one entry for each extra."""

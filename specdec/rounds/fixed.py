@@ -29,9 +29,15 @@ from attention.staging import Arrays, Staged, StagingArena, bucket_of
 from drafters.loops.base import CarriedRows, FixedShape, Passes, PrefillPasses
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import fixed_entries, fixed_shape
-from specdec.rounds.extras import make_sections
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.transfer import DeviceRound, PassesSection, SamplingSection, VerificationSection, target_sizes
+from specdec.rounds.transfer import (
+    DeviceRound,
+    PassesSection,
+    SamplingSection,
+    VerificationSection,
+    make_sections,
+    target_sizes,
+)
 from specdec.rounds.verification import TargetArrays, WindowedTable
 
 Carried = CarriedRows[Tensor] | None

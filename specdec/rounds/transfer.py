@@ -52,7 +52,6 @@ from specdec.ops.draws import SamplingParameters
 from specdec.requests.sampling import SamplingTensors
 from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
 from specdec.rounds.drafting import AheadArrays, AheadInputs
-from specdec.rounds.extras import make_sections
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetInputs, VerificationArrays
 
@@ -167,6 +166,11 @@ class DeviceRound(VerificationArrays[Tensor]):
 
     metadata: CommonAttentionMetadata
     sampling: DeviceSampling | None = None
+
+
+def make_sections(extras: Sequence[Any], fixed: bool) -> list[MakeSection]:
+    """See `specdec.rounds.extras.RoundExtra.section`."""
+    return [make for extra in extras if (make := extra.section(fixed)) is not None]
 
 
 class VerificationSection:

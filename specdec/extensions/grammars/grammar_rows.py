@@ -17,7 +17,8 @@ from specdec.errors import SpecdecError
 from specdec.extensions.grammars.compiled import GrammarCompiler
 from specdec.extensions.grammars.following import RequestGrammar, RowMasks, allows
 from specdec.interrupts import is_from_outside
-from specdec.rounds.extras import DecidedRows, EarlyDrafts
+from specdec.rounds.extras import EarlyDrafts
+from specdec.rounds.transfer import DeviceRound
 
 _BITS = 32
 
@@ -50,7 +51,7 @@ class GrammarRows:
         require(bool((self.counts >= 1).all()), "grammars of rows that are not decided")
 
 
-def masked(logits: Tensor, round_: DecidedRows, own: GrammarRows, drafts: EarlyDrafts | None) -> Tensor:
+def masked(logits: Tensor, round_: DeviceRound, own: GrammarRows, drafts: EarlyDrafts | None) -> Tensor:
     """The logits [R', V] of a round, float32, with -inf for tokens that may not come."""
     banned = _banned(own, drafts, logits.device, logits.shape[1])
     scores = logits.float() if logits.dtype != torch.float32 else logits.clone()

@@ -18,8 +18,9 @@ from attention.batch.host import BatchExtra
 from attention.checking import require
 from specdec.requests.grammar import DecidedElsewhere
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.extras import DecidedRows, EarlyDrafts, RoundExtra, TokenContext
+from specdec.rounds.extras import EarlyDrafts, RoundExtra, TokenContext
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.rounds.transfer import DeviceRound
 
 if TYPE_CHECKING:
     from specdec.extensions.grammars.following import RequestGrammar
@@ -57,7 +58,7 @@ class GrammarMasks(RoundExtra):
 
         return replace(params, grammar=followed(params.grammar, context, params.ignore_eos, prompt_ids))
 
-    def rewrite(self, logits: Tensor, round_: DecidedRows, own: Any, drafts: EarlyDrafts | None) -> Tensor:
+    def rewrite(self, logits: Tensor, round_: DeviceRound, own: Any, drafts: EarlyDrafts | None) -> Tensor:
         """See `RoundExtra.rewrite`: -inf for tokens that may not come."""
         from specdec.extensions.grammars.grammar_rows import masked
 

@@ -18,9 +18,15 @@ from drafters.loops.chain import ChainLoop, DraftSection
 from specdec.config import EngineConfig
 from specdec.extras.long_factors import LongFactors
 from specdec.extras.recurrent_states import RecurrentStates
-from specdec.rounds.extras import make_sections
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.transfer import AheadSection, RoundTransfer, SamplingSection, VerificationSection, target_sizes
+from specdec.rounds.transfer import (
+    AheadSection,
+    RoundTransfer,
+    SamplingSection,
+    VerificationSection,
+    make_sections,
+    target_sizes,
+)
 from specdec.rounds.verification import RoundTables, target_arrays
 from specdec.wrapped.long_rope import LongRopeRule
 

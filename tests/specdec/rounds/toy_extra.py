@@ -27,8 +27,9 @@ from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.buckets import loop_limits
-from specdec.rounds.extras import DecidedRows, RoundExtra, drafted_prefixes
+from specdec.rounds.extras import RoundExtra, drafted_prefixes
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule
+from specdec.rounds.transfer import DeviceRound
 
 FACTOR, SHIFT = 7, 3
 
@@ -62,7 +63,7 @@ class ToyBias(RoundExtra):
     def section(self, fixed: bool) -> MakeSection:
         return partial(ExtraSection, Sums, "toy")
 
-    def adjust(self, logits: torch.Tensor, round_: DecidedRows) -> torch.Tensor:
+    def adjust(self, logits: torch.Tensor, round_: DeviceRound) -> torch.Tensor:
         sums, before = round_.metadata.extra(Sums), drafted_prefixes(round_)
         assert sums is not None
         there = before.there & (torch.arange(before.there.shape[1]) == 0) if self.ignores_drafts else before.there
