@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, HostBatches, covering, offsets_within, owners_of, slots_at, write_pages
-from attention.batch.metadata import BatchArrays, CommonAttentionMetadata, HostArrays
+from attention.batch.metadata import ROW_FIELDS, BatchArrays, CommonAttentionMetadata, HostArrays
 from attention.checking import CHECKS
 from attention.staging import Arrays, Section, Staged, StagingArena, bucket_of
 from drafters.loops.base import DraftingRows, FixedShape, Passes
@@ -192,16 +192,13 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
     return StepArrays(tuple(batches), sent)
 
 
-_PER_STEP = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
-
-
 class StepSection:
     """Places all steps in an arena: one batch, most of whose arrays have the step as first dimension (`StepArrays`)."""
 
     def __init__(self, num_modules: int, table: bool = True) -> None:
         """table: send the block table, too; a fixed shape does not."""
         self._num_modules = num_modules
-        leading = dict.fromkeys(_PER_STEP, "steps")
+        leading = dict.fromkeys(ROW_FIELDS, "steps")
         self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), leading=leading)
         self.fields = self.arrays.fields
 
@@ -216,14 +213,14 @@ class StepSection:
         if not batches:
             return ()
         whole: BatchArrays[Tensor] = self.arrays.of(staged.views)
-        per_step = [getattr(whole, name).unbind(0) for name in _PER_STEP]
+        per_step = [getattr(whole, name).unbind(0) for name in ROW_FIELDS]
         lens = [len(batch.positions) for batch in batches]
         tokens = (whole.slot_mapping.split(lens), whole.positions.split(lens))
         steps = []
         for host, *views in zip(batches, *per_step, *tokens, strict=True):
             if CHECKS.on:
                 host.validate()
-            own = dict(zip((*_PER_STEP, "slot_mapping", "positions"), views, strict=True))
+            own = dict(zip((*ROW_FIELDS, "slot_mapping", "positions"), views, strict=True))
             own["page_indices"] = own["page_indices"][: int(host.page_counts.sum())]
             steps.append(CommonAttentionMetadata(host=host, staged=staged, block_table=whole.block_table, **own))
         return tuple(steps)
