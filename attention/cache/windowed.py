@@ -89,12 +89,9 @@ class WindowedTables(BlockTables):
         return self.pages_of(row)[self._first[row] :]
 
     def _shrink(self, row: int, count: int) -> None:
-        kept = max(count, int(self._first[row]))
-        given_back = self.table[row, kept : self._counts[row]]
-        self.allocator.release(given_back.tolist())
-        given_back[:] = NULL_PAGE
-        self._counts[row] = count
-        self._first[row] = min(int(self._first[row]), count)
+        first = int(self._first[row])
+        super()._shrink(row, max(count, first))  # earlier pages are freed already
+        self._counts[row], self._first[row] = count, min(first, count)
 
 
 def first_needed_page(reach: Reach, computed: int, page_size: int) -> int:
