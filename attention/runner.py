@@ -80,10 +80,6 @@ class FixedPlanner:
         planned = tuple(planner.plan(own) for planner, own in others)
         return replace(_planned(metadata, self.builders, in_chunks), others=planned)
 
-    def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
-        """The builder of a key, or None."""
-        return self.builders.get(key)
-
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of this shape whose device arrays have the addresses of the last `plan`'s."""
         if CHECKS.on:
@@ -189,7 +185,7 @@ class GroupRunner:
         builders = {}
         for key in self._builders:
             own = (group, key, self._dtype)
-            shared = None if beside is None else beside.builder(key)
+            shared = None if beside is None else beside.builders.get(key)
             if key.chunk_size is None or query_len == 1:  # a single token lies in one chunk
                 builders[key] = backend.fixed_builder(*own, rows, query_len, shared)
             else:

@@ -134,7 +134,7 @@ def test_virtual_rows_are_never_packed_and_single_tokens_may_be(planned: Planned
 
 
 def kernel_of(planner: FixedPlanner, key: AttentionSpec) -> Any:
-    builder: Any = planner.builder(key)
+    builder: Any = planner.builders[key]
     return vars(builder)["_kernel"]
 
 
