@@ -109,7 +109,7 @@ def unit_upper_inverse(A, count):  # type: ignore[no-untyped-def]
     which M⁴ = 0, and M² = 0 of two blocks. Powers of A itself would grow to thousands where keys repeat, and their
     difference is 1.
     """
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]  # [16, 1], [1, 16]
+    i, j = square(16)  # [16, 1], [1, 16]
     one = (i == j).to(tl.float32)  # [16, 16]
     in_block = i // 4 == j // 4
     N = tl.where(in_block, A, 0.0)
