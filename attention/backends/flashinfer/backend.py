@@ -330,7 +330,7 @@ class FlashInferBackend:
     def _workspace_for(self, key: AttentionSpec, shape: PlanShape | None = None) -> Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
-        needed = split_bytes(key, sms, *(() if shape is None else (shape.rows, shape.query_len, shape.tokens)))
+        needed = split_bytes(key, sms, shape)
         if needed > len(self._workspace):
             log.info("attention workspace: %d MiB", needed >> 20)
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._workspace.device)

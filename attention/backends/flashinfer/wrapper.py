@@ -186,9 +186,7 @@ _WIDE_HEAD = 256
 _ALIGNMENT = 16
 
 
-def split_bytes(
-    key: AttentionSpec, sms: int, rows: int | None = None, query_len: int | None = None, tokens: int | None = None
-) -> int:
+def split_bytes(key: AttentionSpec, sms: int, shape: PlanShape | None = None) -> int:
     """Most bytes that the partial results of one plan take.
 
     Where the planner splits a row's KV, each chunk writes a partial output and its log-sum-exp to the float workspace,
@@ -198,24 +196,24 @@ def split_bytes(
 
     Args:
         key: heads and head dimensions; sms: multiprocessors.
-        rows, query_len: shape of a batch for CUDA graphs, whose grid has at least two blocks per multiprocessor, and
-            one per tile; default any batch outside graphs, with at most two split tiles per multiprocessor.
-        tokens: token count of the batch if rows have 0 … query_len each; the planner then counts with one row of all
-            the tokens that the others leave. None: rows·query_len.
+        shape: of a batch for CUDA graphs, whose grid has at least two blocks per multiprocessor, and one per tile;
+            default any batch outside graphs, with at most two split tiles per multiprocessor. If its rows have 0 …
+            query_len tokens each, the planner counts with one row of all the tokens that the others leave.
 
     A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
 
     >>> llama, falcon = AttentionSpec(32, 8, 128, 128, 1.0), AttentionSpec(71, 1, 64, 64, 1.0)
-    >>> [split_bytes(key, 132, 8, 6) >> 20 for key in (llama, falcon)], split_bytes(llama, 132) >> 20
+    >>> [split_bytes(key, 132, PlanShape(8, 6)) >> 20 for key in (llama, falcon)], split_bytes(llama, 132) >> 20
     ([8, 8], 16)
-    >>> split_bytes(AttentionSpec(128, 1, 128, 128, 1.0), 132, 200, 32) >> 20
+    >>> split_bytes(AttentionSpec(128, 1, 128, 128, 1.0), 132, PlanShape(200, 32)) >> 20
     403
     """
     group = key.num_q_heads // key.num_kv_heads
     blocks = 2 * sms // key.num_kv_heads
     tile = _LONG_TILE if key.head_dim_v < _WIDE_HEAD else _SHORT_TILE
-    if rows is not None and query_len is not None:
-        queries = (query_len if tokens is None else tokens - rows + 1) * group
+    if shape is not None:
+        rows, tokens = shape.rows, shape.tokens
+        queries = (shape.query_len if tokens is None else tokens - rows + 1) * group
         tile = tile if queries > _SHORT_TILE else _SHORT_TILE
         tiles = rows * math.ceil(queries / tile) if tokens is None else math.ceil(tokens * group / tile) + rows - 1
         blocks = max(blocks, tiles)

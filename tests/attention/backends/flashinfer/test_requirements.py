@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from attention.backends.flashinfer.wrapper import LEAST_BYTES, split_bytes
+from attention.backends.flashinfer.wrapper import LEAST_BYTES, PlanShape, split_bytes
 from attention.spec import AttentionSpec
 
 SMS = 132
@@ -70,7 +70,7 @@ def test_every_plan_fits(heads: tuple[int, int], dim: int) -> None:
             ragged = rng.integers(1, query_len + 1, rows)
             for page_size in (1, 16, 64):
                 fixed = plan(key, np.full(rows, query_len), pages, page_size, graph=True)
-                assert fixed.nbytes <= split_bytes(key, SMS, rows, query_len)
+                assert fixed.nbytes <= split_bytes(key, SMS, PlanShape(rows, query_len))
                 assert fixed.used <= fixed.reserved, "the transcribed planner reserves too little for itself"
                 assert plan(key, ragged, pages, page_size, graph=False).nbytes <= split_bytes(key, SMS)
 
@@ -85,7 +85,7 @@ def test_a_row_of_65_536_keys_beside_short_ones_fits(heads: tuple[int, int], pag
         pages[0] = 65_536 // page_size
         for query_len in (1, 6, 17):
             fixed = plan(key, np.full(rows, query_len), pages, page_size, graph=True)
-            assert fixed.nbytes <= split_bytes(key, SMS, rows, query_len)
+            assert fixed.nbytes <= split_bytes(key, SMS, PlanShape(rows, query_len))
             assert 0 < fixed.used <= fixed.reserved
             assert plan(key, np.full(rows, query_len), pages, page_size, graph=False).nbytes <= split_bytes(key, SMS)
 
@@ -102,14 +102,14 @@ def test_virtual_rows_of_attention_in_chunks_fit(heads: tuple[int, int], dim: in
             pages = np.where(lens > 0, rng.integers(1, 600, 2 * rows), 1)
             fixed = plan(key, lens, pages, 16, graph=True, uneven=True)
             assert fixed.used <= fixed.reserved
-            assert fixed.nbytes <= split_bytes(key, SMS, 2 * rows, query_len, rows * query_len)
+            assert fixed.nbytes <= split_bytes(key, SMS, PlanShape(2 * rows, query_len, rows * query_len))
 
 
 def test_the_constant_of_old_was_not_enough_for_every_batch() -> None:
     """More than 256 MiB: one KV head, 128 query heads, 31 drafts, 200 rows."""
     key = AttentionSpec(128, 1, 128, 128, scale=1.0)
     needed = plan(key, np.full(200, 32), np.full(200, 512), 16, graph=True).nbytes
-    assert LEAST_BYTES < needed == split_bytes(key, SMS, 200, 32)
+    assert LEAST_BYTES < needed == split_bytes(key, SMS, PlanShape(200, 32))
 
 
 def test_batches_outside_graphs_never_need_more() -> None:
