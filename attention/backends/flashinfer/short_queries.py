@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention.backends.flashinfer.wrapper import Part
+from attention.backends.flashinfer.wrapper import Part, first_long_row
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -125,10 +125,6 @@ class PackedKernels:
         return self.sharing.in_words(key, eight_bits, served and is_packed(group, key, dtype, 1))
 
 
-_SHORT_QUERY = 16
-"""Rows with more query tokens count as prompt chunks: a plan has one tile size, chosen from the mean query length."""
-
-
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:
     """All rows as one part."""
     host = metadata.host
@@ -141,8 +137,7 @@ def whole_batch(metadata: CommonAttentionMetadata) -> Part:
 def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
     """The batch in up to two parts: the leading rows with short queries, then everything from the first long one on."""
     host = metadata.host
-    is_long = host.query_lens > _SHORT_QUERY
-    cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
+    cut = first_long_row(host)
     if cut in (0, host.num_reqs):
         return (whole_batch(metadata),)
     token = int(host.query_start_loc[cut])

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.backends.flashinfer.wrapper import first_long_row
 from attention.backends.limits import HALF, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -27,8 +28,6 @@ from attention.spec import AttentionSpec
 
 CAPABILITIES = ((10, 0), (10, 3))
 PAGE_SIZES = (16, 32, 64)
-SHORT_QUERY = 16
-"""Rows with at most this many query tokens take the decode kernels, each row with its own number of them."""
 WORKSPACE_BYTES = 128 << 20
 
 
@@ -160,8 +159,7 @@ class TrtllmBuilder:
         tables, lens = metadata.block_table, metadata.seq_lens
         if tables is None:
             tables, lens = tables_of(metadata), keys_of(metadata)
-        is_long = host.query_lens > SHORT_QUERY
-        cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
+        cut = first_long_row(host)
         parts = [(first, last) for first, last in ((0, cut), (cut, host.num_reqs)) if first < last]
         return TrtllmPlan(self._kernel, tuple(self._launch(metadata, tables, lens, *part, cut) for part in parts))
 

@@ -168,6 +168,16 @@ class Part:
         )  # fmt: skip
 
 
+_SHORT_QUERY = 16
+"""Rows with more query tokens count as prompt chunks: a plan has one tile size, chosen from the mean query length."""
+
+
+def first_long_row(host: HostBatch) -> int:
+    """The first row that counts as a prompt chunk; the number of rows where none does."""
+    is_long = host.query_lens > _SHORT_QUERY
+    return int(is_long.argmax()) if is_long.any() else host.num_reqs
+
+
 def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
     """Whether so few rows leave the GPU partly idle, so that FlashInfer's fa2 planner would use split-KV.
 
