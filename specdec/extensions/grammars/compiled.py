@@ -58,16 +58,17 @@ class MarkerFinder:
     symbols: tuple[int, ...]
     spelled: Callable[[int], Sequence[int]]
     is_text: bool = False
-    _back: list[int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _back(self) -> list[int]:
+        """How many symbols to go on with where the one after so many does not come."""
         back = [0]
         for symbol in self.symbols[1:]:
             at = back[-1]
             while at and self.symbols[at] != symbol:
                 at = back[at - 1]
             back.append(at + (self.symbols[at] == symbol))
-        object.__setattr__(self, "_back", back)  # the dataclass is frozen
+        return back
 
     def after(self, state: int, token_id: int) -> tuple[int, bytes | None]:
         """The state after a token; and once the marker is complete, the rest of the token's text after it.
@@ -88,15 +89,6 @@ class MarkerFinder:
             if state == len(self.symbols):
                 return 0, bytes(spelled[place + 1 :]) if self.is_text else b""
         return state, None
-
-    def overhanging(self, state: int, token_ids: Sequence[int]) -> dict[int, bytes]:
-        """Tokens in which the marker ends before the token does, with the rest of their text."""
-        found = {}
-        for token_id in token_ids:
-            _, rest = self.after(state, token_id)
-            if rest:
-                found[token_id] = rest
-        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +132,9 @@ class CompiledGrammar:
         if not self.begin.is_text:
             return None
         if state not in self._free:
-            found = self.begin.overhanging(state, self.vocabulary.tokens_before_end(self.begin.symbols[-1]))
-            banned = [token_id for token_id, rest in found.items() if self.matcher(rest) is None]
+            each = self.vocabulary.tokens_before_end(self.begin.symbols[-1])
+            rests = ((token_id, self.begin.after(state, token_id)[1]) for token_id in each)
+            banned = [token_id for token_id, rest in rests if rest and self.matcher(rest) is None]
             self._free[state] = self.vocabulary.without(banned) if banned else None
         return self._free[state]
 
