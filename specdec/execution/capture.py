@@ -18,7 +18,6 @@ from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
-from specdec.ops.draws import Proposal
 from specdec.ops.greedy_rows import greedy_ids
 from specdec.rounds.extras import RoundExtra, adjusted
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
@@ -167,10 +166,6 @@ class DraftCapture:
         prefill = self._recorded(partial(self._prefill_and_choose, result, round_, planned), recorder)
         return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
 
-    def proposal(self, sources: Tensor | None) -> Proposal | None:
-        """Draft distributions of sampled rows; sources: [rows] int64, their rows among the drafts."""
-        return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
-
     def _recorded(self, launch: Callable[[bool], Tensor | None], recorder: Recorder) -> PassGraph:
         """A pass with the drafts of sampled rows drawn by launch(drawn), or without; it returns what the next reads."""
         graph, x = recorder(partial(launch, False), self.pool)
@@ -282,7 +277,9 @@ def capture_bucket(
     result = PackedResult(packed)
     with compiler_settings():  # the head's: it decides no token
         draft = None if drafts is None else drafts.capture(result, round_, planner, recorder)
-    proposal = None if drafts is None else drafts.proposal(device.sources)
+    proposal = None
+    if drafts is not None and drafts.sampled is not None and device.sources is not None:
+        proposal = drafts.sampled.proposal(device.sources)
     index, own = device.logit_index, sampling.first(rows)
     decide, _ = recorder(
         lambda: decide_sampled(logits, greedy, index, device.num_drafts, own, result, proposal),
@@ -333,7 +330,7 @@ def rehearse_decisions(
         drawn: distributions of drawn drafts; None if drafts are greedy.
     """
     new = logits.new_zeros
-    proposal = None if drawn is None else drawn.proposal(torch.arange(rows, device=logits.device))
+    proposal = None if drawn is None else drawn.proposal_of(rows, None)
     for num_drafts in range(most_drafts + 1):
         index, counts = new(rows, num_drafts + 1, dtype=torch.int64), new(rows, dtype=torch.int64)
         result = PackedResult.zeros(rows, num_drafts, logits.device)
