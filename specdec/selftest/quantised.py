@@ -50,14 +50,13 @@ def neighbour_test(model: PreTrainedModel) -> None:
         UnsupportedModelError: the row comes out differently, or the layer fails; the message names the layer and the
             likely cause.
     """
-    for name, layer in _one_of_each_kind(model):
-        run, x = _runner(layer, model)
+    for name, layer, x in _one_of_each_kind(model):
         results = []
         for scale in (_FAINT, _LOUD):
             batch = x * scale
-            batch[0] = x[0]
+            batch[0, 0] = x[0, 0]
             with errors_named(model, f"{name} ({type(layer).__name__}) reads {_BATCH_TOKENS} tokens"):
-                results.append(run(batch)[0])
+                results.append(layer(batch)[0, 0])
         difference = float(relative_errors(results[1], results[0]))
         if not difference <= _SAME:  # "not <=": NaN is an error, too
             raise UnsupportedModelError(
@@ -73,17 +72,17 @@ def rounds_activations(model: nn.Module) -> bool:
 
     A value between two steps goes to either by rounding errors of 1e-7, and the output then differs by a step.
     """
-    for _, layer in _one_of_each_kind(model):
-        run, x = _runner(layer, model)
-        bias = run(torch.zeros_like(x)).double()
-        whole, parts = run(x + x.flip(0)), (run(x).double() + run(x.flip(0)).double() - bias)
+    for _, layer, x in _one_of_each_kind(model):
+        bias = layer(torch.zeros_like(x)).double()
+        whole, parts = layer(x + x.flip(1)), (layer(x).double() + layer(x.flip(1)).double() - bias)
         if not relative_errors(whole.flatten(), parts.flatten()) <= _LINEAR:
             return True
     return False
 
 
-def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The first quantised linear layer of each class, weight class and scheme."""
+def _one_of_each_kind(model: Any) -> Iterator[tuple[str, Any, Tensor]]:
+    """The first quantised linear layer of each class, weight class and scheme, and tokens [1, T, I] for it; the user's
+    random generator stays as it is."""
     seen = set()
     for name, layer in model.named_modules():
         if not is_quantised(layer) or not isinstance(getattr(layer, "in_features", None), int):
@@ -92,14 +91,8 @@ def _one_of_each_kind(model: nn.Module) -> Iterator[tuple[str, Any]]:
         kind = (type(layer), type(getattr(weight, "data", None)), str(getattr(layer, "quantization_scheme", "")))
         if kind not in seen:
             seen.add(kind)
-            yield name, layer
-
-
-def _runner(layer: Any, model: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The layer as a function of tokens [T, I], and tokens; the user's random generator stays as it is."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_BATCH_TOKENS, layer.in_features, generator=generator).to(model.device, model.dtype)
-    return lambda tokens: layer(tokens[None])[0], x
+            x = torch.randn(1, _BATCH_TOKENS, layer.in_features, generator=torch.Generator().manual_seed(0))
+            yield name, layer, x.to(model.device, model.dtype)
 
 
 def _cause(layer: Any) -> str:
