@@ -114,7 +114,7 @@ def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list[Routed]]:
+def _calls(model: nn.Module, given: Sequence[Routed] = ()) -> Iterator[list[Routed]]:
     """The calls of mixtures inside, as the routers made them.
 
     given: for each call the choices that replace the router's, for tokens with a changed choice.
@@ -125,7 +125,7 @@ def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list
         if not _is_routed(inputs):
             return None
         own = Routed(*inputs)
-        other = None if given is None or len(seen) >= len(given) else given[len(seen)]
+        other = given[len(seen)] if len(seen) < len(given) else None
         seen.append(own)
         if other is None or other.experts.shape != own.experts.shape:
             return None
