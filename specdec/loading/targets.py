@@ -102,7 +102,7 @@ def auto_class(config: PreTrainedConfig) -> AutoClass:
     found = next((each for each in _AUTO_CLASSES if kind in each.mapping or each.loader.__name__ in custom), None)
     if found is _CAUSAL and kind in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
         reason = "an encoder (is_decoder is false)"
-    elif found is not _CAUSAL and getattr(config, "is_encoder_decoder", False):
+    elif found is not _CAUSAL and config.is_encoder_decoder:
         reason = "an encoder and a decoder"
     elif found is None:
         reason = "no such model"
@@ -190,7 +190,7 @@ def dtype_on(device: torch.device, config: PreTrainedConfig, plain: bool) -> Dty
     """
     if device.type != "cpu":
         return "auto"
-    own = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    own = config.get_text_config().dtype or torch.float32
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if plain and native and own == torch.bfloat16:
         return torch.bfloat16
