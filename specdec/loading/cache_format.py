@@ -27,6 +27,7 @@ from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, PrefersLayout
 from attention.cache.kv_cache import FP8, KVFormat, KVLayout
+from drafters.checkpoints.config_fields import lookup
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder, read_json
 from specdec.config import state_slots
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
@@ -250,8 +251,7 @@ def _scheme(folder: CheckpointFolder) -> tuple[str, str]:
         beside = read_json(folder.path / MODELOPT_FILE).get("quantization")
     except HeadLoadError:  # it has no such file
         beside = None
-    text = folder.config.get("text_config")
-    own = folder.config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    own = lookup(folder.config, "quantization_config") or lookup(folder.config, "text_config.quantization_config")
     for said, file in ((own, "quantization_config"), (beside, MODELOPT_FILE)):
         if not isinstance(said, dict):
             continue
