@@ -16,13 +16,11 @@ Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
 
 _KINDS = "a str, a list of token ids, a list of chat messages, or a list of these; or a tensor, array or BatchEncoding"
-_BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
-"""Fields allowed next to input_ids in a BatchEncoding: the mask is read, the others mean nothing to most causal models
-(for the rest see `submission`)."""
 _MEDIA_TYPES = "mm_token_type_ids"
 """A processor's output beside the ids: 0 for text, others for images, videos and sound."""
-_BESIDE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask", "mm_token_type_ids")
-"""Fields of a BatchEncoding, given as `generate(**inputs)`."""
+_BESIDE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask", _MEDIA_TYPES)
+"""Fields of a BatchEncoding next to its input_ids, also given as `generate(**inputs)`: the mask is read, the others
+mean nothing to most causal models (for the rest see `submission`)."""
 _MASK_HINT = (
     "padding is described by an attention_mask: give the tokenizer's whole BatchEncoding (or a dict of input_ids and "
     "attention_mask), or the rows without padding"
@@ -128,8 +126,7 @@ def split_prompts(prompts: Prompts) -> list[Any]:
     if isinstance(prompts, Mapping):
         return list(_batch_rows(prompts))
     if _is_array(prompts):
-        rows = _array(prompts)
-        return rows if prompts.ndim == 2 else [rows]
+        return _rows("prompts", prompts)
     if isinstance(prompts, (list, tuple)) and not prompts:
         return []
     if isinstance(prompts, str) or _begins_with_an_id(prompts) or _is_chat(prompts):
@@ -193,7 +190,7 @@ def _encode(prompt: Any, tokenizer: Any) -> list[int]:
         return ids
     if _is_chat(prompt):
         return chat_ids(prompt, tokenizer)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
+    if _is_listed(prompt):
         _check_not_mixed(prompt)
     raise InvalidInputError(f"a prompt is {_KINDS}, not {type(prompt).__name__}: {_shown(prompt)}")
 
@@ -230,7 +227,7 @@ def _batch_rows(batch: Fields) -> Sequence[list[int]]:
     """Rows of a BatchEncoding, or of a mapping like it, without padding."""
     if "input_ids" not in batch:
         raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message goes in a list; give {_KINDS}")
-    if odd := sorted(str(key) for key in batch if key not in {*_BESIDE, "input_ids", _MEDIA_TYPES}):
+    if odd := sorted(str(key) for key in batch if key not in {*_BESIDE_IDS, "input_ids", "length"}):
         raise InvalidInputError(
             f"a prompt has input_ids and attention_mask (only text is served); not supported next to them: "
             f"{', '.join(odd)}"
@@ -255,9 +252,9 @@ def _rows(name: str, given: Any) -> list[list[int]]:
     if (ids := _ids_of(given)) is not None:
         return [ids]
     if isinstance(given, Sequence):
-        rows = [_array(row) if _is_array(row) else _ids_of(row) for row in given]
+        rows: list[Any] = [_array(row) if _is_array(row) else _ids_of(row) for row in given]
         if None not in rows:
-            return [row for row in rows if row is not None]
+            return rows
     raise InvalidInputError(f"{name} is a list of whole numbers or a list of such lists, not {_shown(given)}")
 
 
@@ -331,8 +328,7 @@ def _is_listed(value: Any) -> bool:
 
 def _is_chat(prompt: Any) -> bool:
     return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes))
+        _is_listed(prompt)
         and len(prompt) > 0
         and all(isinstance(m, dict) and "input_ids" not in m for m in prompt)  # those would be several prompts
     )
