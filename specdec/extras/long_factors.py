@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class LongFactors(RoundExtra):
 
     def section(self, fixed: bool) -> MakeSection | None:
         """See `RoundExtra.section`. None for fixed shapes: for rows that verify, positions determine the factors."""
-        return None if fixed else _section
+        return None if fixed else partial(ExtraSection, RotaryPositions, "rotary")
 
     def variant(self, prompt_len: int, num_committed: int) -> int:
         return LONG_FACTORS if self.rule.is_long(prompt_len, num_committed) else 0
@@ -60,7 +60,3 @@ class FirstTokensLong(ExtraColumns):
         lens = schedule.num_new + schedule.num_drafts
         positions = np.repeat(start, lens) + offsets_within(lens)
         return RotaryPositions(self._rule.encoded(positions, np.repeat(told, lens)))
-
-
-def _section(name: str, shared: Mapping[str, str]) -> ExtraSection:
-    return ExtraSection(RotaryPositions, "rotary", name, shared)
