@@ -140,7 +140,7 @@ class Admission:
     def _check_rows(self, params: SamplingParams, new_tokens: int) -> None:
         """Raises InvalidInputError: the requested logits and scores are too large."""
         asked = [name for name in ("return_logits", "return_scores") if getattr(params, name)]
-        size = 4 * self._target.vocab_size * new_tokens * len(asked) if asked else 0
+        size = 4 * self._target.vocab_size * new_tokens * len(asked)
         if size > MOST_ROW_BYTES:
             raise InvalidInputError(
                 f"{' and '.join(asked)} of {new_tokens} new tokens take {size / 2**30:.1f} GiB on the host; at most "
@@ -168,8 +168,6 @@ class Admission:
 
     def check_ids(self, where: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidInputError: an id outside the vocabulary. where: what the message begins with."""
-        if not len(token_ids):
-            return
         largest = self._target.num_embeddings - 1
         bad = [t for t in token_ids if not 0 <= t <= largest][:1]
         if bad:
