@@ -15,7 +15,7 @@ from drafters.loops.base import Draft, DraftInput, DraftLoop, FixedLoop
 from specdec.execution.readback import HostReads, Readback
 from specdec.execution.sampled import SampledDrafts
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.transfer import SentRound
+from specdec.rounds.transfer import DeviceRound
 from specdec.rounds.verification import TargetArrays
 
 
@@ -45,15 +45,17 @@ class Round:
     """A sent round; target: its host arrays.
 
     Attributes:
-        sent: the round in its own shape on the device; None where all of it runs from graphs.
+        sent: the verification in its own shape on the device; None where all of the round runs from graphs.
         bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
+        drafting: the draft loop's arrays, for that loop alone; None where no row drafts or goes on reading its prompt.
         sampling: only for a round from graphs with sampled rows. It is sent after the launch of the verification, which
             does not need it; the graph decides all rows greedily, then the sampled rows are decided again.
     """
 
     target: TargetArrays
-    sent: SentRound | None
+    sent: DeviceRound | None
     bucket: int | None
+    drafting: object | None = None
     sampling: SamplingRound | None = None
 
     @property

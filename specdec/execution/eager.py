@@ -50,15 +50,15 @@ class EagerExecutor:
         if sampling is not None and not sampling.decided.arrays.any_sampled:
             sampling = None
         drafting = None if draft is None or self.drafter is None else self.drafter.loop.arrays(draft)
-        sent = self._transfer.send(target.inputs, drafting, sampling)
+        sent, drafting = self._transfer.send(target.inputs, drafting, sampling)
         self.transfers += 1
-        return Round(target, sent, None)
+        return Round(target, sent, None, drafting)
 
     def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
         sent, drafter = round_.sent, self.drafter
-        if sent is None or sent.draft is None or drafter is None:
+        if sent is None or round_.drafting is None or drafter is None:
             return None
-        sampling = sent.verification.sampling
+        sampling = sent.sampling
         vocab, rows = self._vocab, round_.target.num_drafting - round_.target.num_arrived
         choose: Choose = choose_greedy
         if sampling is not None and self._draws:
@@ -67,11 +67,11 @@ class EagerExecutor:
             choose = choose_keyed(sampling, rows, vocab.target_ids)
         if vocab is not None and any(round_.target.extras):
             choose = limited(self._extras, round_.target.extras, choose, vocab.target_ids, vocab.size)
-        return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
+        return drafter.loop.run(round_.drafting, drafter.runner, aux_hidden_states, choose)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
-        assert round_.sent is not None
-        device = round_.sent.verification
+        device = round_.sent
+        assert device is not None
         planned = self.target.runner.plan(device.metadata)
         if device.sources is not None:
             draft = in_order(draft, device)

@@ -229,9 +229,9 @@ class GraphExecutor:
         """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
         rows = self._bucket_of(target)
         if rows is None:
-            return Round(target, self._transfer.send(target.inputs), None, sampling)
+            return Round(target, self._transfer.send(target.inputs), None, sampling=sampling)
         self._send_verification(rows, target)
-        return Round(target, None, rows, sampling)
+        return Round(target, None, rows, sampling=sampling)
 
     def draft(self, round_: Round, aux_hidden_states: Tensor) -> None:
         """See `Executor.draft`: the graphs have drafted."""
@@ -262,8 +262,8 @@ class GraphExecutor:
 
     def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
-        assert round_.sent is not None
-        device = round_.sent.verification
+        device = round_.sent
+        assert device is not None
         if draft is not None and self._loop is not None:
             self._target.group.share(self._loop.drafts)
         token_ids, sources = fill_from_loop(device, draft), device.sources

@@ -289,19 +289,6 @@ _BUCKETS = 256
 """Sizes of rounds whose bucket a transfer keeps."""
 
 
-@dataclass(frozen=True)
-class SentRound:
-    """One round on the device.
-
-    Attributes:
-        verification: the next target forward's side.
-        draft: the draft loop's arrays, for that loop alone; None when no row drafts or continues its prompt.
-    """
-
-    verification: DeviceRound
-    draft: object | None
-
-
 class RoundTransfer:
     """Sends rounds that run operator by operator: the verification, its sampling and the draft loop.
 
@@ -316,12 +303,17 @@ class RoundTransfer:
         self.arena = StagingArena(*_largest(section, config), device)
         self._bucket = lru_cache(_BUCKETS)(partial(_bucket, section))
 
-    def send(self, target: TargetInputs, drafting: LoopArrays | None, sampling: SamplingRound | None) -> SentRound:
+    def send(
+        self, target: TargetInputs, drafting: LoopArrays | None, sampling: SamplingRound | None
+    ) -> tuple[DeviceRound, object | None]:
         """Send a round in one copy.
 
         Args:
             drafting: arrays of the draft loop that starts from aux hidden states; None without such a loop.
             sampling: None when all rows are greedy.
+
+        Returns:
+            The verification, and the arrays of the draft loop, for that loop alone; None without one.
         """
         section = self._section
         size = LoopSize()
@@ -336,8 +328,8 @@ class RoundTransfer:
         if sampling is not None:
             device = replace(device, sampling=self._sampling.of(staged.views, sampling.decided.arrays.filters))
         if section is None or drafting is None:
-            return SentRound(device, None)
-        return SentRound(device, section.of(drafting, staged))
+            return device, None
+        return device, section.of(drafting, staged)
 
 
 class AheadTransfer:
@@ -358,11 +350,11 @@ class AheadTransfer:
         """Host-to-device copies so far."""
         return self._verification.generation + (0 if self._ahead is None else self._ahead.generation)
 
-    def send(self, target: TargetInputs) -> SentRound:
+    def send(self, target: TargetInputs) -> DeviceRound:
         """Send a verification."""
         bucket = _verification_bucket(*_sizes_of(target.batch, target))
         staged = self._verification.send(bucket, self._target.values(target))
-        return SentRound(self._target.of(target.batch, staged), None)
+        return self._target.of(target.batch, staged)
 
     def send_ahead(self, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
         """Send the draft prefill after a verification that was sent."""

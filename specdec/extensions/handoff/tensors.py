@@ -128,7 +128,7 @@ class EagerTensors(RowTensors):
     def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         if self.vocab is None:
             return draft
-        drawn = self.draws and round_.sent is not None and round_.sent.verification.sampling is not None
+        drawn = self.draws and round_.sent is not None and round_.sent.sampling is not None
         return joined(draft, arrived, round_.target.max_drafts, self.vocab, drawn)
 
 

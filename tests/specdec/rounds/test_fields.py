@@ -112,16 +112,15 @@ def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> 
         page_size=4,
     )
     target = target_arrays(schedule, table, RoundTables(pages, None, 4))
-    sent = transfer.send(target.inputs, loop.arrays(draft) if drafting else None, None)
+    device, sent = transfer.send(target.inputs, loop.arrays(draft) if drafting else None, None)
     assert transfer.arena.generation == 1
-    device = sent.verification
     assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]
     assert device.draft_sources.tolist() == [0, 1, 2] and device.logit_index.tolist() == [[0, 1, 2], [3, 4, 4]]
     assert device.metadata.positions.tolist() == [11, 12, 13, 6, 7] and device.sampling is None
     if not drafting:
-        assert sent.draft is None
+        assert sent is None
         return
-    (prefill,), steps = sent.draft.passes, sent.draft.steps  # type: ignore[union-attr, attr-defined]
+    (prefill,), steps = sent.passes, sent.steps  # type: ignore[union-attr, attr-defined]
     assert prefill.sources.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
     assert prefill.metadata.positions.tolist() == [8, 9, 10, 5] and prefill.last_row.tolist() == [2, 3]
     assert [step.positions.tolist() for step in steps] == [[11, 0]]

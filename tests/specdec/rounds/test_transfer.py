@@ -19,7 +19,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import ahead_inputs, draft_input
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
-from specdec.rounds.transfer import AheadTransfer, DeviceRound, RoundTransfer, SentRound, staging_bytes
+from specdec.rounds.transfer import AheadTransfer, DeviceRound, RoundTransfer, staging_bytes
 from specdec.rounds.verification import RoundTables, TargetArrays, Verified, target_arrays
 
 CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])
@@ -41,41 +41,40 @@ def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, S
     return draft, target, sampling_round(target, schedule.rows, table) if temperature else None
 
 
-def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[SentRound, RoundTransfer]:
+def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[DeviceRound, object, RoundTransfer]:
     draft, target, sampling = arrays(temperature)
     loop = ChainLoop(table_head(tiny_llama()))
     transfer = RoundTransfer(loop, CONFIG, CPU)
-    return transfer.send(target.inputs, loop.arrays(draft) if with_draft else None, sampling), transfer
+    return *transfer.send(target.inputs, loop.arrays(draft) if with_draft else None, sampling), transfer
 
 
 def verification(temperature: float = 0.0) -> DeviceRound:
-    return sent(temperature)[0].verification
+    return sent(temperature)[0]
 
 
 def chain(temperature: float = 0.0) -> DraftInputs:
-    loop = sent(temperature)[0].draft
+    loop = sent(temperature)[1]
     assert isinstance(loop, DraftInputs)
     return loop
 
 
 def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> None:
-    both, transfer = sent(with_draft=False)
-    round_ = both.verification
+    round_, drafting, transfer = sent(with_draft=False)
     assert round_.token_ids.tolist() == [23, 0, 0, 0, 17, 0, 0, 0]
     assert round_.draft_places.tolist() == [1, 2, 3, 5, 6, 7] and round_.draft_sources.tolist() == list(range(6))
     assert round_.logits_indices.tolist() == list(range(8))
     assert round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert round_.metadata.positions.tolist() == [11, 12, 13, 14, 8, 9, 10, 11]
-    assert both.draft is None and round_.sampling is None
+    assert drafting is None and round_.sampling is None
     assert transfer.arena.generation == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_everything_of_a_round_is_one_copy(temperature: float) -> None:
-    both, transfer = sent(temperature)
+    round_, drafting, transfer = sent(temperature)
     assert transfer.arena.generation == 1
-    assert isinstance(both.draft, DraftInputs) and len(both.draft.steps) == K - 1
-    assert (both.verification.sampling is None) == (temperature == 0)
+    assert isinstance(drafting, DraftInputs) and len(drafting.steps) == K - 1
+    assert (round_.sampling is None) == (temperature == 0)
 
 
 def test_the_draft_prefill_reads_what_was_accepted_one_token_on() -> None:
@@ -157,7 +156,7 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(target.inputs, loop.arrays(draft), sampling)
     transfer = AheadTransfer(PrefillPasses(1), CONFIG, CPU)
-    transfer.send_ahead(ahead_inputs(target, PrefillPasses(1)), transfer.send(target.inputs).verification)
+    transfer.send_ahead(ahead_inputs(target, PrefillPasses(1)), transfer.send(target.inputs))
     assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent

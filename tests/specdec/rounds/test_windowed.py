@@ -154,7 +154,7 @@ def test_a_group_more_sends_slots_and_page_lists_more() -> None:
 def test_a_ragged_round_sends_its_groups_in_the_one_transfer() -> None:
     transfer = RoundTransfer(None, config(16), CPU)
     target = target_of([(300, 3), (20, 0), (150, 1)], 16)
-    metadata = transfer.send(target.inputs, None, None).verification.metadata
+    metadata = transfer.send(target.inputs, None, None)[0].metadata
     assert transfer.arena.generation == 1
     for group, host in zip(metadata.other_groups, target.inputs.batch.other_groups, strict=True):
         assert group.page_indices.tolist() == host.page_indices.tolist()
@@ -172,5 +172,5 @@ def test_the_arena_has_room_for_every_round(lens: list[int], start: int, page_si
     rows = [(start, 0)] * len(lens)
     target = replace(target_of(rows, page_size), num_new=np.array(lens), tokens=np.zeros((len(lens), 13), np.int32))
     assert specdec.rounds.buckets.most_pages(config(page_size)) * page_size >= LONGEST
-    metadata = RoundTransfer(None, config(page_size), CPU).send(target.inputs, None, None).verification.metadata
+    metadata = RoundTransfer(None, config(page_size), CPU).send(target.inputs, None, None)[0].metadata
     assert all(len(group.page_indices) for group in metadata.other_groups)
