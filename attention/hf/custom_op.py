@@ -50,10 +50,16 @@ class Channel(Generic[Served]):
             self.served = None
 
     @staticmethod
-    def serving(number: int) -> Any:
-        """The attention that serves the channel of this number now, or None."""
+    def serving(number: int, what: str) -> Any:
+        """The attention or recurrences that serve the channel of this number now.
+
+        Raises:
+            UnsupportedAttentionError: there is none: compiled code, `what` in words, was called outside its engine.
+        """
         channel = _channels.get(number)
-        return None if channel is None else channel.served
+        if channel is None or channel.served is None:
+            raise UnsupportedAttentionError(f"{what} was called outside SpeculativeModel")
+        return channel.served
 
 
 def opaque_operator(fake: Function, name: str = "") -> Callable[[Function], torch.library.CustomOpDef]:
@@ -76,9 +82,7 @@ def opaque_attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | Non
     """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv].
 
     Raises:
-        UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine.
+        UnsupportedAttentionError: see `Channel.serving`.
     """
-    attend: LayerAttend | None = Channel.serving(channel)
-    if attend is None:
-        raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
+    attend: LayerAttend = Channel.serving(channel, "compiled attention")
     return attend(layer, query, key, value, sinks).contiguous()  # the fake promises these strides to compiled code

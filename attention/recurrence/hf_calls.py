@@ -131,9 +131,7 @@ def _operator(name: str) -> Callable[..., Tensor]:
 
     def serve(*inputs: Any) -> Tensor:
         *given, channel, call = inputs
-        recur: Recur | None = Channel.serving(channel)
-        if recur is None:
-            raise UnsupportedAttentionError("a compiled recurrence was called outside SpeculativeModel")
+        recur: Recur = Channel.serving(channel, "a compiled recurrence")
         return recur(name, call, *given)
 
     schema = f"({_SCHEMAS[name]}, SymInt channel, SymInt call) -> Tensor"
