@@ -9,6 +9,8 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from traceback import walk_tb
 from types import FrameType
 
 _RAISING = ("RAISE_VARARGS", "RERAISE")
@@ -21,12 +23,8 @@ def is_from_signal(error: BaseException) -> bool:
 
     Such a handler is a frame that was given the frame in which it struck: handlers get (number, frame).
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        if _was_given(trace.tb_next.tb_frame, trace.tb_frame):
-            return True
-        trace = trace.tb_next
-    return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(_was_given(frame, outer) for outer, frame in pairwise(frames))
 
 
 def is_from_outside(error: BaseException) -> bool:
@@ -48,14 +46,19 @@ def is_from_outside(error: BaseException) -> bool:
 
 def interrupt_in(error: BaseException) -> BaseException | None:
     """The exception from outside that an error was made of, or that it is; None where there is none."""
+    return next(filter(is_from_outside, causes(error)), None)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was made of, the nearest first."""
     seen: list[BaseException] = []
     link: BaseException | None = error
+    # Causes may form a ring: an error may be raised from one that has it as its context.
     while link is not None and link not in seen:
-        if is_from_outside(link):
-            return link
         seen.append(link)
+        yield link
+        # Dynamo's BackendCompilerFailed keeps the original as `inner_exception`, not as its cause.
         link = getattr(link, "inner_exception", None) or link.__cause__ or link.__context__
-    return None
 
 
 def raised_twice(job: Callable[[], object]) -> Exception | None:

@@ -26,6 +26,7 @@ from attention.hf.custom_op import opaque_operator
 from attention.hf.mixing import MIXING_OPERATORS
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
+from specdec.interrupts import causes
 from specdec.wrapped.alterations import Alterations
 
 _LEAST_ATTENTIONS = 3
@@ -219,11 +220,8 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any class of the compiler's: it wraps errors of the code that it traces or calls
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, kind):
-            # Dynamo's BackendCompilerFailed keeps the original as `inner_exception`, not as its cause.
-            found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
-        if found is None or found is error:
+        found = next((each for each in causes(error) if isinstance(each, kind)), error)
+        if found is error:
             raise
         raise found from None
 

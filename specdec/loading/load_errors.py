@@ -20,6 +20,7 @@ from torch import nn
 
 from drafters.checkpoints.tensor_files import HTTP_ERRORS, NO_ANSWER
 from specdec.errors import UNNAMED_ERRORS, HeadLoadError, ModelLoadError, SpecdecError
+from specdec.interrupts import causes
 from specdec.loading.checkpoint import Checkpoint
 from specdec.values import Fields
 
@@ -160,7 +161,7 @@ def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
-    chain = list(_chain(error))
+    chain = list(causes(error))
     for kind, reason in _OF_THE_HUB_OR_PICKLE.items():
         if any(isinstance(link, kind) for link in chain):
             return reason.format(checkpoint.revision)
@@ -171,17 +172,6 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
         if isinstance(error, kinds):
             return reason.format(said, type(error).__name__)
     return said if checkpoint.gguf_file is None else f"{said.rstrip('.')}; {_GGUF}"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes."""
-    seen: list[BaseException] = []
-    link: BaseException | None = error
-    # Causes may form a ring: an error may be raised from one that has it as its context.
-    while link is not None and link not in seen:
-        seen.append(link)
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 def _plain(error: BaseException) -> str:

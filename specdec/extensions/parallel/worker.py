@@ -31,6 +31,7 @@ from specdec.extensions.parallel.engine import FollowingEngine
 from specdec.extensions.parallel.messages import STARTED, CallMethod, Close, Failed, Join, Load, RankChannel, Reply
 from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
+from specdec.interrupts import causes
 from specdec.model import SpeculativeModel
 
 _LOOK = 1.0
@@ -93,14 +94,8 @@ class Inbox:
 def failed(error: BaseException) -> Failed:
     """An error as a message."""
     text = str(error) or "".join(traceback.format_exception_only(error)).strip()
-    return Failed(type(error).__name__, text, _follows(error))
-
-
-def _follows(error: BaseException | None) -> bool:
-    """Whether an error came from another rank that was lost: from a `RankGoneError`, whatever it was turned into."""
-    while error is not None and not isinstance(error, RankGoneError):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    follows = any(isinstance(each, RankGoneError) for each in causes(error))  # whatever that was turned into
+    return Failed(type(error).__name__, text, follows)
 
 
 @dataclass(frozen=True)
