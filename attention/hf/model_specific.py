@@ -48,6 +48,17 @@ def untuned(modules: Iterable[nn.Module]) -> tuple[Value, ...]:
     return tuple((module, "attn_temperature_tuning", False) for module in modules)
 
 
+def rotary_parameters(config: Any) -> list[dict[str, Any]]:
+    """Parameters of a configuration's rotary embeddings, of all layers and of some types; [] where it has none."""
+    own = getattr(config, "rope_parameters", None)
+    return [own, *(each for each in own.values() if isinstance(each, dict))] if isinstance(own, dict) else []
+
+
+def changing_rope(config: Any) -> dict[str, Any]:
+    """Parameters of a rotary embedding that depends on a batch's longest row; {} where none does."""
+    return next((own for own in rotary_parameters(config) if own.get("rope_type") in ("longrope", "dynamic")), {})
+
+
 INDEX_ARGUMENT = "indices"
 """The argument by which a module with an indexer passes the chosen keys to its attention."""
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError, named_error
+from attention.hf.model_specific import changing_rope
 from attention.hf.port import AttentionPort
 from attention.hf.probe import Probe, probe
 from attention.hf.weights import model_bytes
@@ -156,15 +157,9 @@ def _probed(model: PreTrainedModel) -> Probe:
         odd = next((what for field, what in _UNSERVED.items() if getattr(call.attention_spec, field)), None)
         if odd is not None:
             raise HeadLoadError(f"{name} cannot draft: its layers have {odd}, which are not served in draft models")
-    _check_rope(name, config)
+    if rope := changing_rope(config):  # a row's drafts must be its own
+        raise HeadLoadError(
+            f"{name} cannot draft: its rotary embedding (rope_type={rope['rope_type']!r}) changes with a batch's "
+            "longest row"
+        )
     return found
-
-
-def _check_rope(name: str, config: Any) -> None:
-    """Refuse rotary embeddings that depend on the longest row of the batch: a row's drafts must be its own."""
-    own = getattr(config, "rope_parameters", None) or {}
-    for parameters in (own, *(each for each in own.values() if isinstance(each, dict))):
-        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
-            raise HeadLoadError(
-                f"{name} cannot draft: its rotary embedding (rope_type={kind!r}) changes with a batch's longest row"
-            )

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention.cache.kv_cache import KVFormat, bytes_per_token
 from attention.cache.windowed import most_owned_pages
 from attention.groups import layers_by_group, reaches_of
-from attention.hf.model_specific import dense_up_to
+from attention.hf.model_specific import changing_rope, dense_up_to
 from attention.hf.weights import stored_bytes
 from attention.spec import Reach
 from drafters.base import Head, PicksDrafts
@@ -88,14 +88,15 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     most = getattr(config, "max_position_embeddings", None)
     if asked is None and most is None:
         raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
-    kind, original = ("", None) if find_long_rope(model) is not None else _changing_rope(config)
+    rope = {} if find_long_rope(model) is not None else changing_rope(config)
+    original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings) if rope else None
     dense = dense_up_to(model)
     limits = (
         (most, f"the model was made for at most {most} positions"),
         (
             original,
-            f"beyond {original} positions the model's rotary embedding ({kind}) changes for all rows of a batch at "
-            f"once; allowed is {original} or less",
+            f"beyond {original} positions the model's rotary embedding ({rope.get('rope_type')}) changes for all rows "
+            f"of a batch at once; allowed is {original} or less",
         ),
         (
             dense,
@@ -116,15 +117,6 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
         )
         return dense
     return int(length)
-
-
-def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
-    """The type of a rotary embedding that depends on the batch's longest row, and the last length before it does."""
-    own = getattr(config, "rope_parameters", None) or {}
-    for parameters in (own, *(p for p in own.values() if isinstance(p, dict))):
-        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
-            return kind, int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
-    return "", None
 
 
 @dataclass(frozen=True)

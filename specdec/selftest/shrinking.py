@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from attention.hf.model_specific import rotary_parameters
 from specdec.values import Options
 
 VOCAB = 128
@@ -242,12 +243,10 @@ def _set_layers(config: PreTrainedConfig, count: int | None) -> None:
 
 def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
     """Fit the rotary embedding's parameters to the width of a miniature's heads; returns whether it has any."""
-    own = getattr(config, "rope_parameters", None)
-    if not isinstance(own, dict):
-        return False
-    for parameters in (own, *(p for p in own.values() if isinstance(p, dict))):
+    found = rotary_parameters(config)
+    for parameters in found:
         _narrow_rope_parameters(config, parameters, low)
-    return True
+    return bool(found)
 
 
 def _narrow_rope_parameters(config: PreTrainedConfig, parameters: Options, low: Sequence[str]) -> None:
