@@ -126,6 +126,12 @@ def bucket_of(**sizes: int) -> Bucket:
     return tuple(sorted(sizes.items()))
 
 
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device by itself, without waiting for it; on a CPU the same memory."""
+    own = torch.from_numpy(values)
+    return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
+
+
 @dataclass(frozen=True)
 class ArenaLayout:
     """Offset of each field for one bucket."""

@@ -26,6 +26,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
+from attention.staging import on_device
 
 TILES = (16, 32, 64)
 """Packed queries of a tile. Each size is compiled separately."""
@@ -215,10 +216,8 @@ class FlexBuilder:
 
     def _sent(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """The arrays on the device, in one copy."""
-        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-        if self._device.type == "cuda":
-            flat = flat.pin_memory()
-        views = flat.to(self._device, non_blocking=True).split([array.size for array in arrays])
+        flat = on_device(np.concatenate([array.reshape(-1) for array in arrays]), self._device)
+        views = flat.split([array.size for array in arrays])
         return [view.view(array.shape) for view, array in zip(views, arrays, strict=True)]
 
 

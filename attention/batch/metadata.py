@@ -13,7 +13,19 @@ from torch import Tensor
 
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
 from attention.checking import CHECKS, require
-from attention.staging import A, Arrays, Bucket, Section, Staged, StagingArena, Views, array, array_names, bucket_of
+from attention.staging import (
+    A,
+    Arrays,
+    Bucket,
+    Section,
+    Staged,
+    StagingArena,
+    Views,
+    array,
+    array_names,
+    bucket_of,
+    on_device,
+)
 
 
 @dataclass(frozen=True)
@@ -226,9 +238,7 @@ def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAtten
         require(host.slot_mapping is metadata.host.slot_mapping, "with_rows is given rows of other tokens")
         host.validate()
     arrays = [getattr(host, name) for name in ROW_FIELDS]
-    sent = torch.from_numpy(np.concatenate(arrays))
-    if metadata.seq_lens.is_cuda:
-        sent = sent.pin_memory().to(metadata.seq_lens.device, non_blocking=True)
+    sent = on_device(np.concatenate(arrays), metadata.seq_lens.device)
     views = dict(zip(ROW_FIELDS, sent.split([len(array) for array in arrays]), strict=True))
     return replace(metadata, host=host, block_table=None, **views)
 

@@ -23,6 +23,7 @@ from attention.cascade.kernel import prefix_tiling, sum_shapes
 from attention.cascade.shared_pages import shared_prefixes
 from attention.kernels.packed_kernel import PrefixTiling, Scratch, SharedKeys
 from attention.spec import AttentionSpec
+from attention.staging import on_device
 
 LAUNCH_US, PREFIX_LAUNCH_US = 7.7, 2.0
 """Time of the packed kernel over few keys, from begin to end, and of the prefix kernel before it."""
@@ -138,9 +139,7 @@ class Sharing:
         found = worth_sharing(batch, *shape, cost)
         pages = self._no_pages(shape[0])
         if found.any():
-            pages = torch.from_numpy(found)
-            if self._room.is_cuda:
-                pages = pages.pin_memory().to(self._room.device, non_blocking=True)
+            pages = on_device(found, self._room.device)
         return BatchShared(self._keys(key, shape, cost.tiling, pages), bool(found.any()))
 
     @staticmethod

@@ -13,8 +13,9 @@ from torch import Tensor
 from attention.batch.host import BatchExtra, offsets_within, owners_of
 from attention.cached import cached_property
 from attention.checking import require
+from attention.staging import on_device
 from specdec.logits.forms import TokenPrefixes
-from specdec.logits.processing import LogitsRows, Subject, filters_of, on_device, process
+from specdec.logits.processing import LogitsRows, Subject, filters_of, process
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.extras import EarlyDrafts, RoundExtra, drafted_prefixes
 from specdec.rounds.rows import ExtraColumns, RowTable, Schedule

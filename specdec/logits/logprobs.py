@@ -13,8 +13,9 @@ from torch import Tensor
 from attention.batch.host import BatchExtra
 from attention.cached import cached_property
 from attention.checking import require
+from attention.staging import on_device
 from specdec.logits.extra import DecidedColumns
-from specdec.logits.processing import filters_of, on_device
+from specdec.logits.processing import filters_of
 from specdec.requests.logprobs import PromptLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
 from specdec.requests.target_probs import target_probs, warped

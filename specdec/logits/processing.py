@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from attention.cached import cached_property
+from attention.staging import on_device
 from specdec.logits.forms import (
     NOBODY,
     TokenPrefixes,
@@ -172,12 +173,6 @@ def process(scores: Tensor, rows: LogitsRows) -> None:
         largest = scores[:, :-1].amax(1).to("cpu", non_blocking=True)  # the device is not waited for
         for n, params, watch in watched:
             watch.note_largest(int(rows.lens[n]), largest, n, params.temperature)
-
-
-def on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, without waiting for it."""
-    own = torch.from_numpy(values)
-    return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
 
 
 def _indices(values: Sequence[object], device: torch.device) -> Tensor:
