@@ -138,10 +138,14 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     # Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`.
     deep = [name for name in weights if name.startswith("layers.") and "input_layernorm" in name]
     weights |= {name.replace("input_layernorm", "hidden_norm"): weights[name].clone() for name in deep}
-    d2t = offsets_of(head.target_ids).cpu()
-    maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
     config = spec_to_config(head.spec, dtype_name(stored))
-    return write_folder(folder, config, weights | maps)
+    return write_folder(folder, config, weights | maps_of(head))
+
+
+def maps_of(head: Eagle3Head) -> StateDict:
+    """Both maps of a head's draft vocabulary, as files have them."""
+    d2t = offsets_of(head.target_ids).cpu()
+    return {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
 
 
 def check_kind(path: CheckpointPath) -> Path:

@@ -22,11 +22,10 @@ from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import rope_to_config
 from drafters.checkpoints.tensor_files import Json, StateDict, write_folder
-from drafters.eagle3.checkpoint import save_eagle3
+from drafters.eagle3.checkpoint import maps_of, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import layer_sizes
 from drafters.eagle3.spec import Eagle3Spec
-from drafters.vocab import mask_of, offsets_of
 
 ExportLayout = Literal["speculators", "specforge"]
 LAYOUTS: tuple[ExportLayout, ...] = get_args(ExportLayout)
@@ -178,8 +177,7 @@ def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) ->
     renamed = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items()}
     if head.draft_vocab_size == head.spec.vocab_size:
         return renamed  # with the whole vocabulary the package has no maps, and reports them as unexpected
-    d2t = offsets_of(head.target_ids).cpu()
-    return renamed | {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
+    return renamed | maps_of(head)
 
 
 def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_speculative_tokens: int) -> Json:
