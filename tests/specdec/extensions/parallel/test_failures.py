@@ -288,7 +288,7 @@ PHASES = {
     "caches": ("specdec.loading.assembly:runner_of", "OutOfMemoryError"),
     "self-test": ("specdec.loading.assembly:check_target", "OSError"),
     "self-test, no memory": ("specdec.loading.assembly:check_target", "OutOfMemoryError"),
-    "behind all sums": ("specdec.model:SharedEngine", "OutOfMemoryError"),
+    "behind all sums": ("specdec.engine.sharing:SharedEngine", "OutOfMemoryError"),
 }
 
 
