@@ -89,6 +89,11 @@ def ratio(amount: float, of: float) -> float:
     return amount / of if of else math.nan
 
 
+def listed(given: Any) -> list[Any]:
+    """What a list or tuple holds; any other value as the only one of a list."""
+    return [*given] if isinstance(given, (list, tuple)) else [given]
+
+
 def are_texts(values: Iterable[Any]) -> bool:
     """Whether all are strings, none of them empty."""
     return all(isinstance(text, str) and text for text in values)
@@ -221,10 +226,10 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, allowed: Collection[str]) -> str:
-    """One of some words. Raises InvalidInputError: another word or type."""
+def choice(name: str, value: Any, allowed: Collection[str], hint: str = "") -> str:
+    """One of some words. Raises InvalidInputError, with the hint or the words: another word or type."""
     if not isinstance(value, str) or value not in allowed:
-        raise wrong(name, value, f"allowed are {', '.join(allowed)}")
+        raise wrong(name, value, hint or f"allowed are {', '.join(allowed)}")
     return value
 
 

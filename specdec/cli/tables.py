@@ -12,7 +12,7 @@ from rich.table import Table
 from drafters.checkpoints.config_fields import HeadReport
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, pool_requests
-from specdec.values import Json, size
+from specdec.values import Json, listed, ratio, size
 
 if TYPE_CHECKING:
     from specdec.extensions.head_check.check import Agreement, Tried
@@ -30,9 +30,12 @@ def number(value: float, form: str) -> str:
 
 def tokens_per_second(completions: Sequence[Completion]) -> float:
     """Decode rate of requests that ran one after the other: tokens after the first over decode seconds."""
-    tokens = sum(max(0, c.stats.new_tokens - 1) for c in completions)
-    seconds = sum(c.stats.decode_s for c in completions)
-    return tokens / seconds if seconds else float("nan")
+    return ratio(sum(max(0, c.stats.new_tokens - 1) for c in completions), _total(completions, "decode_s"))
+
+
+def _total(completions: Sequence[Completion], name: str) -> float:
+    """Of a field of their statistics."""
+    return sum(getattr(c.stats, name) for c in completions)
 
 
 def stats_table(completions: Sequence[Completion]) -> Table:
@@ -43,10 +46,10 @@ def stats_table(completions: Sequence[Completion]) -> Table:
     table.add_row("accepted, given those before", percentages(pooled.conditional))
     table.add_row("accepted, of rounds with that draft", percentages(pooled.unconditional))
     table.add_row("rounds", str(pooled.rounds))
-    table.add_row("new tokens", str(sum(c.stats.new_tokens for c in completions)))
+    table.add_row("new tokens", str(_total(completions, "new_tokens")))
     table.add_row("prompt tokens", prompt_tokens(completions))
-    table.add_row("prompt seconds", f"{sum(c.stats.prefill_s for c in completions):.3f}")
-    table.add_row("decode seconds", f"{sum(c.stats.decode_s for c in completions):.3f}")
+    table.add_row("prompt seconds", f"{_total(completions, 'prefill_s'):.3f}")
+    table.add_row("decode seconds", f"{_total(completions, 'decode_s'):.3f}")
     table.add_row("decode tokens/s", number(tokens_per_second(completions), ".1f"))
     return table
 
@@ -54,8 +57,7 @@ def stats_table(completions: Sequence[Completion]) -> Table:
 def prompt_tokens(completions: Sequence[Completion]) -> str:
     """Prompt tokens, and what of them the prefix cache had: "512, of these 480 found (94 %), 464 not read again"."""
     read, found, cached = (
-        sum(getattr(c.stats, name) for c in completions)
-        for name in ("prompt_tokens", "prefix_hit_tokens", "cached_tokens")
+        _total(completions, name) for name in ("prompt_tokens", "prefix_hit_tokens", "cached_tokens")
     )
     return (
         f"{read}, of these {found} found ({found / max(read, 1):.0%}), {cached} not read again" if found else str(read)
@@ -92,7 +94,7 @@ def human(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         text = str(value) if name == "seed" else f"{value:,}"
         return f"{text} ({_millions(value)})" if name == "parameters" else text
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return ", ".join(map(str, listed(value)))
 
 
 def _millions(count: int) -> str:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from specdec.errors import InvalidInputError
 from specdec.options.load_options import Use
 from specdec.options.logits_options import OFF, LogitsOptions
-from specdec.values import Options, Reader, TokenIds, flag, real, refuse_type, short, whole, without_none
+from specdec.values import Options, Reader, TokenIds, flag, listed, real, refuse_type, short, whole, without_none
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -191,7 +191,7 @@ def eos_ids(config: GenerationConfig | None) -> TokenIds:
     ids: Any = None if config is None else config.eos_token_id
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
-    each = [] if ids is None else ids if isinstance(ids, (list, tuple)) else [ids]
+    each = [] if ids is None else listed(ids)
     return tuple(whole("eos_token_id", token_id, -1, None, "a token id, or a list of them") for token_id in each)
 
 

@@ -15,6 +15,7 @@ from specdec.values import (
     are_texts,
     choice,
     flag,
+    listed,
     refuse,
     scale_pairs,
     share,
@@ -84,16 +85,14 @@ class Switch(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of some words, which may become more. `hint`: added to the message about another one."""
+    """One of some words, which may become more. `hint`: what the message about another one says, in their place."""
 
     words: Collection[str]
     hint: str = ""
 
     def read(self, name: str, value: Any) -> str:
         """See `Kind.read`. Raises InvalidInputError: it is none of the words."""
-        if self.hint and not (isinstance(value, str) and value in self.words):
-            raise wrong(name, value, self.hint)
-        return choice(name, value, self.words)
+        return choice(name, value, self.words, self.hint)
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,7 @@ class Overrides(Kind):
         """See `Kind.from_word`. Raises InvalidInputError: a word without '='."""
         if isinstance(word, Mapping) or word is None:
             return word
-        words = word if isinstance(word, (list, tuple)) else [word]
-        pairs = [pair for text in words for pair in str(text).split(";") if pair.strip()]
+        pairs = [pair for text in listed(word) for pair in str(text).split(";") if pair.strip()]
         bare = [pair for pair in pairs if "=" not in pair]
         if bare:
             raise wrong(name, bare[0], "give KEY=VALUE, as in rope_theta=500000")

@@ -23,7 +23,7 @@ from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Options, TokenIds, short
+from specdec.values import Options, TokenIds, listed, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +149,7 @@ def filled(params: SamplingParams, model: Any) -> SamplingParams:
 def _one_each(params: Params, num_prompts: int, read: Callable[[Any], _AtLength]) -> list[_AtLength]:
     """What `read` makes of the parameters of each prompt; parameters for all are read once."""
     several = isinstance(params, (list, tuple))
-    each: list[Any] = [*params] if isinstance(params, (list, tuple)) else [params]
+    each = listed(params)
     if odd := [one for one in each if not isinstance(one, _ONE)][:1]:
         hint = "; SamplingParams.from_dict reads a dict" if isinstance(odd[0], dict) else ""
         raise InvalidInputError(f"params{' has ' if several else '='}{short(odd[0])}: allowed is {_KINDS}{hint}")

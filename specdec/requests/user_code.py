@@ -27,7 +27,7 @@ from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
-from specdec.values import Options, flag, refuse, short
+from specdec.values import Options, flag, listed, refuse, short
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Criterion = Callable[..., Any]
@@ -98,7 +98,7 @@ def overlapping(given: Iterable[Processor], settings: Options) -> list[tuple[typ
 
 
 def _callables(name: str, given: Any, allowed: str) -> tuple[Any, ...] | None:
-    several = given if isinstance(given, (list, tuple)) else (given,)
+    several = listed(given)
     if not all(callable(one) and not isinstance(one, type) for one in several):
         raise refuse(name, given, allowed)
     return tuple(several) or None

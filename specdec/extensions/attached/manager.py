@@ -26,7 +26,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
-from specdec.values import Json, Options, without, without_none
+from specdec.values import Json, Options, listed, without, without_none
 
 _FEATURES = ("temperature", "top_k", "top_p")
 """Options that `add_request` takes for one request, as transformers'."""
@@ -262,7 +262,7 @@ class Manager:
         if max_new_tokens is not None:
             changed["max_new_tokens"] = max_new_tokens
         if eos is not None:
-            ids = tuple(int(i) for i in (eos if isinstance(eos, (list, tuple)) else (eos,)) if i >= 0)
+            ids = tuple(int(i) for i in listed(eos) if i >= 0)
             changed |= {"ignore_eos": True, "stop_token_ids": ids}
         return replace(self._params, **changed)
 

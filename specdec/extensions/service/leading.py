@@ -28,7 +28,7 @@ from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
 from specdec.requests.chats import num_characters
 from specdec.requests.request import Call
-from specdec.values import Fields, Options
+from specdec.values import Fields, Options, listed
 
 _FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
 _LONGEST_END = 5.0
@@ -200,8 +200,9 @@ def leader_of(model: Any) -> Leader:
 def stream_of(model: Any, prompts: Any, params: Any, options: Options) -> AsyncStream:
     """See `SpeculativeModel.stream_async`."""
     leader = leader_of(model)
-    own = [*params] if isinstance(params, (list, tuple)) else [params]
-    has_grammar = any(getattr(each, "grammar", None) is not None for each in (*own, SimpleNamespace(**options)))
+    has_grammar = any(
+        getattr(each, "grammar", None) is not None for each in (*listed(params), SimpleNamespace(**options))
+    )
     readers = leader.readers[2 if has_grammar else 1 if _is_long(prompts, options) else 0]
     return AsyncStream(leader, partial(model.stream, prompts, params, **options), readers)
 
