@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from attention.cached import cached_property
 from attention.errors import InvalidInputError
 
 if TYPE_CHECKING:  # the command line's list of options is read without it
@@ -94,6 +95,17 @@ class AttentionSpec:
     temperature: TemperatureTuning | None = None
     alibi: tuple[float, ...] | None = None
     causal: bool = True
+
+    @cached_property
+    def group_size(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """What not every kernel has, by name: a window, a softcap, sinks."""
+        each = {"window": self.window, "softcap": self.softcap, "sinks": self.has_sinks or None}
+        return tuple(name for name, given in each.items() if given is not None)
 
     @property
     def reach(self) -> Reach | None:

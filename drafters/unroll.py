@@ -40,7 +40,7 @@ class TttAttend:
 
     def __init__(self, attention_specs: tuple[AttentionSpec, ...], batch_size: int, length: int) -> None:
         """Raises InvalidInputError for attention variants that no trained head has (window, softcap, sinks)."""
-        if any(key.window is not None or key.softcap is not None or key.has_sinks for key in attention_specs):
+        if any(key.features for key in attention_specs):
             raise InvalidInputError("the training-time test has no windows, softcaps or sinks")
         self._attention_specs = attention_specs
         self._shape = (batch_size, length)

@@ -191,7 +191,7 @@ class FlexBuilder:
         """Plan one batch. Never waits for the device. Raises InvariantError for a page that is not in the pool."""
         group, key, host = self._group, self._key, metadata.host
         host.validate_pages(group.num_pages)
-        groups = key.num_q_heads // key.num_kv_heads
+        groups = key.group_size
         tile = tile_size(int(host.query_lens.max(initial=1)) * groups)
         sent = self._sent(QueryTiles.of(host, groups, tile, key.window).arrays(host, group.num_pages))
         partly, pages, whole, whole_pages, owned, logical, row_start, position, token, head, place = sent
@@ -254,7 +254,7 @@ class FlexBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        tokens, heads, groups = len(metadata.slot_mapping), key.num_kv_heads, key.num_q_heads // key.num_kv_heads
+        tokens, heads, groups = len(metadata.slot_mapping), key.num_kv_heads, key.group_size
         self._write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
         split = query[:tokens].unflatten(1, (heads, groups))  # [T, Hkv, G, Dk]
         packed = split[plan.token, :, plan.head].transpose(0, 1)[None]  # [1, Hkv, N, Dk]

@@ -75,7 +75,7 @@ class TorchBuilder:
         """num_pages: size of the pool, including the null page. exact: a segment is one row's, of few queries."""
         self._num_pages, self._exact = num_pages, exact
         self._window = key.window
-        self._groups = key.num_q_heads // key.num_kv_heads
+        self._groups = key.group_size
         self._device = device
         slopes = None if key.alibi is None else np.array(key.alibi, np.float32)
         self._slopes = None if slopes is None else slopes.reshape(key.num_kv_heads, -1, 1, 1)  # [Hkv, G, 1, 1]
@@ -211,7 +211,7 @@ def _attend_segment(
     segment: Segment, key: AttentionSpec, query: Tensor, layer_kv: LayerKV, sinks: Tensor | None
 ) -> Tensor:
     rows, num_queries, num_keys = segment.shape
-    heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
+    heads, groups = key.num_kv_heads, key.group_size
     q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
     k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
     k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
@@ -252,9 +252,8 @@ def attend(
     if key.alibi is not None:
         raise UnsupportedAttentionError("dense attention has no ALiBi slopes; use TorchBackend over pages")
     rows, _, num_queries, _ = query.shape
-    groups = key.num_q_heads // key.num_kv_heads
-    folded = query.reshape(rows, key.num_kv_heads, groups * num_queries, -1)
-    out = _attend_folded(folded, key_states, value_states, mask.repeat(1, 1, groups, 1), key, sinks)
+    folded = query.reshape(rows, key.num_kv_heads, key.group_size * num_queries, -1)
+    out = _attend_folded(folded, key_states, value_states, mask.repeat(1, 1, key.group_size, 1), key, sinks)
     return out.reshape(rows, key.num_q_heads, num_queries, -1)
 
 

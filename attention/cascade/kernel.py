@@ -119,7 +119,7 @@ def launch_prefix(
     """Attend the shared pages; `packed_kernel.launch_packed` with the same arguments attends the others."""
     rows, tiling = len(shared.pages), shared.tiling
     tokens = rows * query_len
-    queries = tokens * (key.num_q_heads // key.num_kv_heads)
+    queries = tokens * key.group_size
     pages, (slot, head) = layer.keys, layer.slot_and_head
     _prefix_kernel[(key.num_kv_heads, triton.cdiv(queries, tiling.queries), tiling.parts)](
         query, pages, layer.values, page_indices, page_indptr, shared.pages, shared.sums, shared.stats,

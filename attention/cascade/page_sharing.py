@@ -189,7 +189,7 @@ class Sharing:
 def _cost(key: AttentionSpec, dtype: torch.dtype, shape: Shape, scratch: Scratch) -> CascadeCost:
     """When the kernels pay, with the tiling for the next power of two of rows, to keep kernels few."""
     rows = 1 << (shape[0] - 1).bit_length()
-    queries = rows * shape[1] * key.num_q_heads // key.num_kv_heads
+    queries = rows * shape[1] * key.group_size
     tiling = prefix_tiling(queries, key.num_kv_heads, scratch.multiprocessors, scratch.shared_bytes)
     heads = key.num_q_heads, key.num_kv_heads
     return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, tiling, scratch.multiprocessors)

@@ -134,7 +134,7 @@ def launch_invariant_attention(
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(max(width_k, width_v) <= 512, "a head is too wide")
     tile_keys, stages, warps = _tile(max(width_k, width_v))
-    tiles = triton.cdiv(max_query_len * (key.num_q_heads // key.num_kv_heads), _TILE_QUERIES)
+    tiles = triton.cdiv(max_query_len * key.group_size, _TILE_QUERIES)
     _invariant_attention_kernel[(len(batch.last_page_len) * key.num_kv_heads, tiles)](
         query, pages, values, query if sinks is None else sinks, out, batch.query_start_loc, batch.page_indices,
         batch.page_indptr, batch.last_page_len, key.scale * layer.key_scale, layer.value_scale, key.softcap or 1.0,

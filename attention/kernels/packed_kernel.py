@@ -319,7 +319,7 @@ def launch_packed(
         require(len(query) >= rows * query_len, f"{len(query)} tokens are no {rows} rows of {query_len}")
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(pages.stride() == layer.values.stride(), "keys and values lie differently")
-    heads, width = key.num_kv_heads, _width(query_len * (key.num_q_heads // key.num_kv_heads))
+    heads, width = key.num_kv_heads, _width(query_len * key.group_size)
     tiles = tiling(rows * heads, width, key.head_dim_k, scratch.multiprocessors, scratch.shared_bytes)
     wanted = max(1, tiles.each * scratch.multiprocessors // heads)
     if CHECKS.on:

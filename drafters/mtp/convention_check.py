@@ -84,7 +84,7 @@ def compare_conventions(modules: Modules, token_ids: Tensor, states: Tensor, num
         token_ids: [T] int64, a text. states: [T, H], the target's states after its final norm on that text.
     """
     attention = [spec for module in modules for spec in module.attention_specs]
-    if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in attention):
+    if len(token_ids) < _LEAST or any(k.features for k in attention):
         return ()
     spec = modules[0].spec
     order = "embedding_first" if spec.hidden_first else "hidden_first"

@@ -171,8 +171,7 @@ def routes(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: t
     That is Hopper, bfloat16 queries and cache, head dim 128, full attention without softcap or sinks: see FA3_QUERY.
     """
     measured = dtype == cache == torch.bfloat16 and key.head_dim_k == 128
-    plain = key.window is None and key.softcap is None and not key.has_sinks
-    wins = measured and plain and torch.cuda.get_device_capability(device) == _HOPPER
+    wins = measured and not key.features and torch.cuda.get_device_capability(device) == _HOPPER
     return ("fa2", "fa3") if wins else ("fa2",)
 
 

@@ -56,7 +56,7 @@ def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtyp
         )
     if group.page_size not in PAGE_SIZES:
         raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
-    if key.window is not None or key.softcap is not None or key.has_sinks:
+    if key.features:
         raise UnsupportedAttentionError(f"{where} has no window, softcap or sinks{elsewhere}")
 
 

@@ -30,10 +30,8 @@ PACKED_IN_WORDS = f"; verifications packed (up to {MOST_QUERIES} queries a KV he
 
 def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_len: int) -> bool:
     """Whether `PackedKernel` serves rows of `query_len` tokens."""
-    plain = key.window is None and key.softcap is None and not key.has_sinks and not key.value_in_key
     fits = key.head_dim_k == key.head_dim_v in HEAD_DIMS and group.format.dtype_for(dtype) == dtype
-    queries = query_len * key.num_q_heads // key.num_kv_heads
-    return plain and fits and queries <= MOST_QUERIES
+    return fits and not key.features and not key.value_in_key and query_len * key.group_size <= MOST_QUERIES
 
 
 def packed_scratch(device: torch.device) -> Scratch:

@@ -218,7 +218,7 @@ def split_bytes(key: AttentionSpec, sms: int, shape: PlanShape | None = None) ->
     >>> split_bytes(AttentionSpec(128, 1, 128, 128, 1.0), 132, PlanShape(200, 32)) >> 20
     403
     """
-    group = key.num_q_heads // key.num_kv_heads
+    group = key.group_size
     blocks = 2 * sms // key.num_kv_heads
     tile = _LONG_TILE if key.head_dim_v < _WIDE_HEAD else _SHORT_TILE
     if shape is not None:
@@ -380,8 +380,7 @@ def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: 
     which has no lock: await the build before making a wrapper, because the wrapper looks into that cache with the same
     arguments.
     """
-    features = (key.window is not None, key.softcap is not None, key.has_sinks)
-    kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *features)
+    kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *key.features)
 
     def make() -> Any:
         if key.has_sinks:
@@ -390,7 +389,8 @@ def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: 
             variant = _sink_variant(cache, key, dtype)
             return get_customize_batch_prefill_module(route, *variant["jit_args"], **variant["jit_kwargs"])
         dtypes, dims = (dtype, cache, dtype, torch.int32), (key.head_dim_k, key.head_dim_k)
-        return causal_module(route, *dtypes, *dims, 0, *features[:2], False)  # 0: positions; False: half reduction
+        limits = (key.window is not None, key.softcap is not None)
+        return causal_module(route, *dtypes, *dims, 0, *limits, False)  # 0: positions; False: half reduction
 
     return in_background(kind, kernel_name(cache, key, dtype, route), make)
 
@@ -403,8 +403,7 @@ def kernel_name(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, rout
     """
     words = [route, dtype_name(dtype), f"head dim {key.head_dim_k}"]
     words += [f"cache {dtype_name(cache)}"] if cache != dtype else []
-    offered = (("window", key.window is not None), ("softcap", key.softcap is not None), ("sinks", key.has_sinks))
-    return ", ".join(words + [word for word, present in offered if present])
+    return ", ".join((*words, *key.features))
 
 
 def _sink_variant(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:

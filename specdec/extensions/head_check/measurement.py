@@ -100,7 +100,7 @@ class Chains:
 
 def runs_in_chains(head: Head) -> bool:
     """Whether the training-time test can run a head's attention."""
-    return not any(k.window is not None or k.softcap is not None or k.has_sinks for k in head.attention_specs)
+    return not any(k.features for k in head.attention_specs)
 
 
 @torch.no_grad()
