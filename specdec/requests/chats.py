@@ -181,12 +181,16 @@ def _can_split(tokenizer: Any) -> bool:
     return "sanitize_control_tokens" in signature(tokenizer.apply_chat_template).parameters
 
 
+def prompts_in(value: Any) -> Sequence[Any]:
+    """What a list or tuple holds, unless it is empty or of token ids; of any other value nothing."""
+    return value if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) else ()
+
+
 def num_characters(value: Any) -> int:
     """Of all texts in prompts, in messages and in the options of a `Chat`: names, tool calls, schemas of tools."""
     if isinstance(value, str):
         return len(value)
-    each = value if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int) else ()
-    each = [*value, *value.values()] if isinstance(value, Mapping) else each
+    each = [*value, *value.values()] if isinstance(value, Mapping) else prompts_in(value)
     own = num_characters(value.options) if isinstance(value, Chat) else 0
     return own + sum(map(num_characters, each))
 

@@ -19,6 +19,7 @@ from specdec.errors import InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, known_options, params_of_call, unexpected, with_options
 from specdec.options.generation_config import eos_ids, own_fields, sampling_fields
 from specdec.options.load_options import Use
+from specdec.requests.chats import prompts_in
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
 from specdec.requests.request import Completion
@@ -113,8 +114,7 @@ def _check_token_types(prompts: Prompts, model: PreTrainedModel) -> None:
 
     For other models they mean nothing, and 0 is text; some tokenizers give them out of habit.
     """
-    several = isinstance(prompts, (list, tuple)) and prompts and not isinstance(prompts[0], (int, str))
-    for prompt in prompts if several else (prompts,):
+    for prompt in prompts_in(prompts) or (prompts,):
         types = prompt.get("token_type_ids") if isinstance(prompt, Mapping) else None
         if types is None or "token_type_ids" not in signature(model.forward).parameters:
             continue

@@ -26,7 +26,7 @@ from attention.threads import start_thread
 from specdec.engine.sharing import CLOSED_MEANWHILE, READ_ELSEWHERE, SharedEngine
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
-from specdec.requests.chats import num_characters
+from specdec.requests.chats import num_characters, prompts_in
 from specdec.requests.request import Call
 from specdec.values import Fields, Options, listed
 
@@ -209,8 +209,7 @@ def stream_of(model: Any, prompts: Any, params: Any, options: Options) -> AsyncS
 
 def _is_long(prompts: Any, options: Fields) -> bool:
     """Whether a call's texts take long to tokenise: other calls do not wait behind it."""
-    own = prompts if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else ()
-    return len(own) > _MANY or num_characters([own or prompts, options]) > _LONG
+    return len(prompts_in(prompts)) > _MANY or num_characters([prompts, options]) > _LONG
 
 
 @atexit.register
