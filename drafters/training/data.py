@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.batch.host import starts_of
 from attention.errors import InvalidInputError
 
 Message = dict[str, str]
@@ -159,5 +160,4 @@ def answer_set(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]
 
 def _flatten(sequences: list[np.ndarray], answer_starts: np.ndarray) -> AnswerSet:
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    return AnswerSet(np.concatenate(sequences), starts, answer_starts)
+    return AnswerSet(np.concatenate(sequences), starts_of(lengths), answer_starts)

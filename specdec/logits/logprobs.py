@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.batch.host import BatchExtra
+from attention.batch.host import BatchExtra, starts_of
 from attention.cached import cached_property
 from attention.checking import require
 from attention.staging import on_device
@@ -243,9 +243,8 @@ class AskingColumns(DecidedColumns[SamplingParams]):
 
     def _prompts(self, table: RowTable, schedule: Schedule, asking: Sequence[int]) -> tuple[PromptPart, ...]:
         """Prompt tokens with log-probabilities of the rows at these places in the batch."""
-        starts = np.cumsum(schedule.num_new + schedule.num_drafts)
+        starts = starts_of(schedule.num_new + schedule.num_drafts)
         parts = []
-        starts -= schedule.num_new + schedule.num_drafts
         for i in asking:
             row = int(schedule.rows[i])
             asked, needed = self._prompt_part(table, row, int(schedule.num_new[i]))

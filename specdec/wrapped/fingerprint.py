@@ -94,14 +94,9 @@ def shared_fingerprint(model: PreTrainedModel, group: Group = ALONE) -> tuple[st
     every = group.gather([[*map(_wrapped, pair)] for pair in [*pairs, (int(own, 16), 0)]])
     shares = [f"{rows[-1][0] % 2**64:016x}" for rows in every]
     steps = [group.copies(mark[0]) for mark in marks]
-    totals = [_added([rows[i] for rows in every[::step]]) for i, step in enumerate(steps)]
+    totals = [map(sum, zip(*(rows[i] for rows in every[::step]), strict=True)) for i, step in enumerate(steps)]
     names = [(m[0], m[2], count, _wrapped(total)) for m, (count, total) in zip(marks, totals, strict=True)]
     return _with_configuration(model, _digits(repr(names))), shares
-
-
-def _added(parts: list[list[int]]) -> tuple[int, int]:
-    """Elements and bits of all parts of a tensor."""
-    return sum(count for count, _ in parts), sum(total for _, total in parts)
 
 
 def fingerprint_of_target(engine: Any) -> tuple[str, list[str]]:
