@@ -103,7 +103,7 @@ class Attachment:
     @torch.no_grad()
     def _generate_batch(self, call: partial[Any]) -> Any:
         """The model's own `generate_batch`, over a `Manager` unless a prompt or the config is not served."""
-        arguments = _bound(call).arguments
+        arguments = _with_defaults(call)
         config = arguments.get("generation_config") or self.hf_model.generation_config
         new_tokens = arguments.get("kwargs", {}).get("max_new_tokens", config.max_new_tokens)
 
@@ -294,13 +294,8 @@ def _nothing() -> None:
     """What copies of a model have where it has an attachment."""
 
 
-def _bound(call: partial[Any]) -> inspect.BoundArguments:
-    """Arguments of a call by name. Raises TypeError as the call would."""
-    return inspect.signature(call.func).bind(*call.args, **call.keywords)
-
-
 def _with_defaults(call: partial[Any]) -> Options:
     """Arguments of a call by name, defaults filled in. Raises TypeError as the call would."""
-    bound = _bound(call)
+    bound = inspect.signature(call.func).bind(*call.args, **call.keywords)
     bound.apply_defaults()
     return bound.arguments

@@ -29,7 +29,7 @@ from specdec.errors import InvalidInputError
 from specdec.extensions.attached.asked import PREPARED, Asked, check_arguments
 from specdec.extensions.attached.attach import Attachment, attach, wrapped
 from specdec.model import SpeculativeModel
-from specdec.values import Options
+from specdec.values import Options, without
 
 HEAD_FOLDER = "custom_generate/head"
 """Where a repository with a `custom_generate` folder has its draft head."""
@@ -125,11 +125,9 @@ def generate_in_repository(exported: str, given: tuple[Any, ...], model: PreTrai
 
     exported: the folder, as it was when it was written, for models that were loaded from elsewhere.
     """
-    for name in ("custom_generate", "trust_remote_code"):
-        named.pop(name, None)
     if Attachment.of(model) is None:
         attach(model, _head_of(model, exported))
-    return cast(Any, model).generate(*given, **named)
+    return cast(Any, model).generate(*given, **without(named, ("custom_generate", "trust_remote_code")))
 
 
 def _head_of(model: PreTrainedModel, exported: str) -> str:
