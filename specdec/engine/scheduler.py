@@ -212,7 +212,7 @@ class Scheduler:
         if not self.running:
             return Schedule(rows, rows, rows)
         pending = table.pending(rows)
-        allowed = self.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
+        allowed = self.drafts_at(table.computed[rows], *table.bounds[:, rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
         prefilling = table.computed[rows] < table.prefill[rows]
         if self.head_pages is None:

@@ -102,7 +102,8 @@ class RowTable:
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         longest [R]: positions that rounds of the row may reach: max_model_len, but where the row is read again beyond
             a length. variant [R]: variant of its keys and values; for both see `specdec.rounds.extras.RoundExtra`.
-        drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
+        drafts [R]: K of the request. bounds [3, R]: drafts, limit and longest. previous [R]: its row in the last target
+            batch, -1 when it was not in it.
         given [R, n] int32, num_given [R]: drafts of the row's next round that the host knows, see `give`. awaited [R]
             bool: there may be drafts for the round after it. gives: whether `give` was ever called for any row.
         reads_first [R] bool: see `read_first`; any_reads_first: whether it was ever set for any row.
@@ -120,10 +121,10 @@ class RowTable:
         self.head_computed = counts()
         self.prefill = counts()
         self.prompt = counts()
-        self.limit = counts()
-        self.longest = np.full(max_rows, max_model_len, np.int64)
         self.variant = counts()
-        self.drafts = counts()
+        self.bounds = np.zeros((3, max_rows), np.int64)
+        self.drafts, self.limit, self.longest = self.bounds
+        self.longest[:] = max_model_len
         self.previous = np.full(max_rows, -1, np.int64)
         self.given, self.num_given = np.zeros((max_rows, 0), np.int32), counts()
         self.awaited, self.gives = np.zeros(max_rows, np.bool_), False

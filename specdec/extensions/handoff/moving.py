@@ -127,8 +127,8 @@ class MovingRequests(Guests):
         if places is not None:
             table.previous[rows[counts > 0]] = places
         if scheduler.head_pages is None:
-            limits = table.drafts[rows], table.limit[rows], table.longest[rows]
-            counts = np.minimum(scheduler.drafts_at(table.computed[rows], *limits), table.num_given[rows])
+            allowed = scheduler.drafts_at(table.computed[rows], *table.bounds[:, rows])
+            counts = np.minimum(allowed, table.num_given[rows])
         scheduler.reserve(rows, table.computed[rows] + 1 + counts, False)
         return Schedule(
             np.concatenate([schedule.rows, rows]),
@@ -324,7 +324,7 @@ def _next_drafts(
     scheduler = batch.scheduler
     table = batch.table
     rows = np.array([r.row for r in leaving], np.int64)
-    drafts = scheduler.drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
+    drafts = scheduler.drafts_at(table.computed[rows], *table.bounds[:, rows])
     own = drafts > 0
     if scheduler.head_pages is None or not own.any():
         return {}
