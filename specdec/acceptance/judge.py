@@ -101,8 +101,7 @@ def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: Draft
     """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
     if round_.sampling is None:
         return judge_greedy(greedy_ids(logits), round_, draft)
-    num_rows, width = round_.logit_index.shape
-    drafts = _every_row(draft, num_rows, width - 1, logits.device)
+    drafts = _every_row(draft, round_)
     if round_.sampling.seed is None:
         result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
     else:
@@ -113,8 +112,7 @@ def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: Draft
 
 def judge_greedy(greedy: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
     """As if every row were greedy: greedy [R'] int64 is the arg max of the decided rows' logits."""
-    num_rows, width = round_.logit_index.shape
-    drafts = _every_row(draft, num_rows, width - 1, greedy.device)
+    drafts = _every_row(draft, round_)
     result = accept_greedy(drafts, round_.num_drafts, greedy[round_.logit_index])
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
@@ -167,11 +165,12 @@ def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[Tensor, Tensor
     return draft.token_ids, round_.sources
 
 
-def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> Tensor:
+def _every_row(draft: Draft | None, round_: DeviceRound) -> Tensor:
     """Drafts [J, n] int64; rows after those that draft have zeros."""
-    if draft is not None and draft.token_ids.shape == (num_rows, width):
+    places = round_.logit_index[:, 1:]
+    if draft is not None and draft.token_ids.shape == places.shape:
         return draft.token_ids
-    drafts = torch.zeros(num_rows, width, dtype=torch.long, device=device)
+    drafts = torch.zeros_like(places)
     if draft is not None and draft.token_ids.numel():
         drafts[: len(draft.token_ids)] = draft.token_ids
     return drafts
