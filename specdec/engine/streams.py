@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn, Self
+from typing import Self
 
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import ENDED, SpecdecError
@@ -84,9 +84,7 @@ class Stream(Iterator[StreamUpdate]):
                 if update.error is None:
                     return StreamUpdate(place, update.token_ids, update.text, update.completion, update.logprobs)
                 self._errors.append(placed(update.error, place))
-            if self._errors:
-                errors, self._errors = self._errors, []
-                raise_first(errors)
+            raise_first(self._errors)
             raise StopIteration
         except BaseException:  # the end, an error, or an interrupt: rows and pages must not wait for a reader
             self.close()
@@ -188,12 +186,15 @@ def collected(ended: Iterable[tuple[int, Completion]]) -> list[Completion]:
     return [done[i] for i in sorted(done)]
 
 
-def raise_first(errors: Sequence[SpecdecError]) -> NoReturn:
-    """Raise the first error of a call's failed requests, with a note of how many others failed."""
-    first, *more = errors
-    if more:
-        first.add_note(f"{len(more)} more requests of this call failed")
-    raise first
+def raise_first(errors: list[SpecdecError]) -> None:
+    """Empty the list of a call's failed requests, and raise the first of their errors, with a note of how many others
+    there were."""
+    if errors:
+        first, *more = errors
+        errors.clear()
+        if more:
+            first.add_note(f"{len(more)} more requests of this call failed")
+        raise first
 
 
 def completed(stream: Stream) -> Iterator[tuple[int, Completion]]:

@@ -182,9 +182,7 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
             raise self.failure
         if going_on:
             return None
-        if self._errors:
-            errors, self._errors = self._errors, []
-            raise_first(errors)
+        raise_first(self._errors)
         raise StopAsyncIteration
 
     # What follows is for the leader's thread.
