@@ -16,7 +16,6 @@ from specdec.extensions.head_check.measurement import (
     PROMPTS,
     Chains,
     Passage,
-    States,
     aux_states,
     chains,
     check_map,
@@ -144,7 +143,9 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         wanted = {layer for each in (head, *(reading.head for reading in readings)) for layer in each.aux_layers}
         states = aux_states(probed, passages, sorted(wanted))
         own = chains(head, passages, states, num_drafts)
-        tried = tuple(_tried(readings, own, passages, states, num_drafts))
+        others = ((reading, chains(reading.head, passages, states, num_drafts)) for reading in readings)
+        each = (Tried(reading, other.stats, *other.gain_over(own)) for reading, other in others)
+        tried = tuple(sorted(each, key=lambda one: -one.gain))
     best = tried[0] if tried and tried[0].is_better else None
     verdict, cause = _judged(rounds if own is None else own.stats, best, head_can_vary=own is not None)
     if best is not None:
@@ -152,19 +153,6 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     elif own is not None and verdict == "low" and (found := check_map(head, passages, states)).is_wrong:
         cause = found.cause
     return Agreement(len(done), tokens, rounds, None if own is None else own.stats, tried, best, verdict, cause)
-
-
-def _tried(
-    readings: Sequence[OtherReading],
-    own: Chains,
-    passages: Sequence[Passage],
-    states: Sequence[States],
-    num_drafts: int,
-) -> list[Tried]:
-    """Each reading on the same passages, the best first."""
-    found = ((reading, chains(reading.head, passages, states, num_drafts)) for reading in readings)
-    tried = (Tried(reading, other.stats, *other.gain_over(own)) for reading, other in found)
-    return sorted(tried, key=lambda each: -each.gain)
 
 
 def _origin(head: Head, reading: OtherReading) -> str:
