@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,11 +100,16 @@ class StateRunner:
     def _tensors(self) -> list[Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]
 
-    def over(self, rows: StateRows) -> StatesOver:
+    def over(self, rows: StateRows) -> Recur:
         """The calls of one launch, with a copy of the rows: cached properties of shared buffers would grow stale."""
-        return StatesOver(self, replace(rows))
+        return partial(self._called, replace(rows))
 
-    def serving(self, metadata: CommonAttentionMetadata) -> StatesOver | None:
+    def _called(self, rows: StateRows, name: str, call: int, *inputs: Any) -> Tensor:
+        kept = self.states[call]
+        own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
+        return getattr(self.functions, name)(*inputs, *own, rows)
+
+    def serving(self, metadata: CommonAttentionMetadata) -> Recur | None:
         """The calls of the launch of a batch; None for a batch without states."""
         rows = metadata.extra(StateRows)
         return None if rows is None else self.over(rows)
@@ -124,19 +130,6 @@ class StateRunner:
         """Return zeros from every call and leave the states unchanged, so that a model can run before its kernels are
         built."""
         return _zeros
-
-
-@dataclass(frozen=True)
-class StatesOver:
-    """The recurrent calls of one launch over its rows; a `Recur`."""
-
-    runner: StateRunner
-    rows: StateRows
-
-    def __call__(self, name: str, call: int, *inputs: Any) -> Tensor:
-        kept = self.runner.states[call]
-        own = (kept.ring,) if isinstance(kept, ConvState) else (kept.state, kept.ring)
-        return getattr(self.runner.functions, name)(*inputs, *own, self.rows)
 
 
 OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {

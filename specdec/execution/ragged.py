@@ -168,31 +168,21 @@ class RaggedTarget:
         return _TargetGraph(ids, positions, rows, graph, unowned(logits))
 
 
-class _PassesAttend:
+def _in_turn(runner: GroupRunner, passes: Sequence[CommonAttentionMetadata]) -> Callable[..., Tensor]:
     """The attention of a draft prefill, see `drafters.loops.base.passes_attend`.
 
     A pass is planned when its turn comes: plans that wait for their launch would be overwritten by later ones.
     """
+    planned: list[PlannedBatch] = []
 
-    def __init__(self, runner: GroupRunner, passes: Sequence[CommonAttentionMetadata]) -> None:
-        self._runner = runner
-        self._passes = passes
-        self._planned: list[PlannedBatch] = []
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> Tensor:
+    def attend(layer: int, *states: Any) -> Tensor:
         # Pass m has layer m of the head's group; a single pass has all of its layers.
-        m = layer % len(self._passes)
-        if m == len(self._planned):
-            self._planned.append(self._runner.plan(self._passes[m]))
-        return self._runner.attend(self._planned[m], layer, query, key, value, sinks, out)
+        m = layer % len(passes)
+        if m == len(planned):
+            planned.append(runner.plan(passes[m]))
+        return runner.attend(planned[m], layer, *states)
+
+    return attend
 
 
 class RaggedPrefill:
@@ -246,7 +236,7 @@ class RaggedPrefill:
             graph.inputs.carried.sources[:count].copy_(ahead.carried.sources)
             graph.inputs.carried.request_rows[:rows].copy_(ahead.carried.request_rows)
             graph.inputs.carried.request_rows[rows:].fill_(-1)
-        graph.graph.replay(lambda: Between(_PassesAttend(self._runner, ahead.passes)))
+        graph.graph.replay(lambda: Between(_in_turn(self._runner, ahead.passes)))
         return accepted, graph.chosen
 
     def capture_expected(self, mixed: Iterable[int]) -> None:
