@@ -55,6 +55,7 @@ class _Pages:
     ) -> None:
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
         self.indices = buffers.page_indices
+        buffers.query_start_loc[:] = np.arange(0, self.slots.size + 1, shape.query_len)
         self.batch = LiveBatch(
             query_start_loc=buffers.query_start_loc,
             seq_lens=buffers.seq_lens,
@@ -97,7 +98,6 @@ class _WindowedPages:
             slot_mapping=buffers.slot_mapping,
             positions=buffers.positions,
             page_size=size,
-            other_groups=(),
             page_counts=counts,
             page_indptr=buffers.page_indptr,
             page_indices=indices,
@@ -117,7 +117,6 @@ class _OwnPass:
         self._buffers = buffers
         self.positions = buffers.positions.reshape(shape.rows, shape.query_len)
         self.pages = _Pages(buffers, self._start, shape)
-        buffers.query_start_loc[:] = np.arange(0, shape.rows * shape.query_len + 1, shape.query_len)
 
     def write(self, start: np.ndarray) -> np.ndarray:
         """Lengths and the positions of all tokens for verifications from `start` [rows] on; returns the page counts."""
@@ -161,7 +160,6 @@ class _TargetPlace:
         self.groups = [_Pages(batch, self.start, shape, self.extras)]
         windowed = zip(section.batch.group_buffers(host), reaches, strict=True)
         self.windowed = [_WindowedPages(each, reach, shape) for each, reach in windowed]
-        batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
         found, self.carried = passes.buffers(host, batch)
         if passes.num_shared:
             self.groups.append(_Pages(found[0], self.start, shape))

@@ -139,7 +139,6 @@ def _virtual_rows(batch: HostBatch, chunk_size: int, row: np.ndarray, chunk: np.
         slot_mapping=batch.slot_mapping,
         positions=batch.positions,
         page_size=batch.page_size,
-        other_groups=(),
         page_counts=layout.counts,
         page_indptr=layout.indptr,
         page_indices=pages,
