@@ -12,10 +12,8 @@ import codecs
 import json
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from specdec.engine.streams import StreamUpdate
@@ -252,14 +250,14 @@ async def events(
     `usage`. Those that are there at once are one text. use: of `tools_of`. stops: the request's stop strings. note:
     called with each update and error."""
     begin = f"data: {_encode({**head, 'object': _CHUNK if chat else _TEXT})[:-1]},"
-    choices = _Choices(stream, tokenizer, chat, use, stops)
+    choices = _choices(stream, tokenizer, chat, use, stops)
     done = []
     try:
         async for first in stream:
             text = ""
             for update in (first, *stream.unread()):
                 note(update)
-                for choice in choices.of(update):
+                for choice in choices(update):
                     text += f'{begin}"choices":[{_encode(choice)}]}}\n\n'
                 done += [] if update.completion is None else [update.completion]
             if text:
@@ -272,41 +270,37 @@ async def events(
     yield "data: [DONE]\n\n"
 
 
-class _Choices:
-    """The `choices` of a stream: what has come of each completion so far."""
+def _choices(
+    stream: Any, tokenizer: Any, chat: bool, use: ToolUse, stops: Sequence[str]
+) -> Callable[[StreamUpdate], list[Json]]:
+    """What makes the `choices` of each update of a stream: one, or one for each delta of its tool calls and
+    reasoning."""
+    known: dict[int, tuple[Pieces, AnswerReader | None]] = {}  # what has come of each completion so far
 
-    def __init__(self, stream: Any, tokenizer: Any, chat: bool, use: ToolUse, stops: Sequence[str]) -> None:
-        self._stream = stream
-        self._chat = chat
-        self._use = use
-        self._make = partial(AnswerReader, use, tokenizer, stops=stops)
-        self._pieces = defaultdict[int, Pieces](lambda: Pieces(Vocabulary(tokenizer)))
-        self._readers: dict[int, AnswerReader] = {}
-
-    def of(self, update: StreamUpdate) -> list[Json]:
-        """Those of an update: one, or one for each delta of its tool calls and reasoning."""
-        is_first = update.index not in self._pieces
+    def of(update: StreamUpdate) -> list[Json]:
         at = update.index
-        logprobs = told(self._pieces[at], update.logprobs, self._chat)
+        first = {"role": "assistant"} if at not in known else {}
+        if at not in known:
+            own = None if use.format is None else AnswerReader(use, tokenizer, stream.prompts[at], stops)
+            known[at] = Pieces(Vocabulary(tokenizer)), own
+        pieces, reader = known[at]
+        logprobs = told(pieces, update.logprobs, chat)
         each = [{"content": update.text}]
-        has_calls = False
-        if self._use.format is not None:
-            reader = self._readers.get(at) or self._make(self._stream.prompts[at])
-            self._readers[at] = reader
+        if reader is not None:
             each = deltas(reader.read(update.token_ids, update.completion is not None)) or [Json()]
-            has_calls = reader.num_calls > 0
-        if is_first:
-            each = [{"role": "assistant", **each[0]}, *each[1:]]
+        has_calls = reader is not None and reader.num_calls > 0
         last = len(each) - 1
         return [
             {
                 "index": at,
-                **({"delta": delta} if self._chat else {"text": update.text}),
+                **({"delta": delta} if chat else {"text": update.text}),
                 "logprobs": logprobs if place == 0 else None,
                 **_end_of(update.completion if place == last else None, has_calls),
             }
-            for place, delta in enumerate(each)
+            for place, delta in enumerate([{**first, **each[0]}, *each[1:]])
         ]
+
+    return of
 
 
 def head_of(name: str, chat: bool) -> Json:
