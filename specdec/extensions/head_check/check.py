@@ -144,7 +144,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         states = aux_states(probed, passages, sorted(wanted))
         own = chains(head, passages, states, num_drafts)
         others = ((reading, chains(reading.head, passages, states, num_drafts)) for reading in readings)
-        each = (Tried(reading, other.stats, *other.gain_over(own)) for reading, other in others)
+        each = (Tried(reading, other.stats, *Gain.of(other.accepted - own.accepted)) for reading, other in others)
         tried = tuple(sorted(each, key=lambda one: -one.gain))
     best = tried[0] if tried and tried[0].is_better else None
     verdict, cause = _judged(rounds if own is None else own.stats, best, head_can_vary=own is not None)

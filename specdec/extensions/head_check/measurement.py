@@ -93,10 +93,6 @@ class Chains:
         pairs = zip(self.drafted.tolist(), self.accepted.tolist(), strict=True)
         return pool(RoundRecord(drafted, accepted, accepted + 1) for drafted, accepted in pairs)
 
-    def gain_over(self, other: Chains) -> Gain:
-        """Further drafts accepted per chain."""
-        return Gain.of(self.accepted - other.accepted)
-
 
 def runs_in_chains(head: Head) -> bool:
     """Whether the training-time test can run a head's attention."""
