@@ -105,13 +105,13 @@ def compare_conventions(modules: Modules, token_ids: Tensor, states: Tensor, num
     return tuple(found)
 
 
-def check_convention(modules: Modules, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
-    """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`.
+def check_convention(head: Any, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
+    """Refuse a head whose modules plainly run with the wrong convention; arguments as for `compare_conventions`.
 
     Raises:
         HeadLoadError: the other convention predicts the target's tokens far better; the message names the option.
     """
-    for found in compare_conventions(modules, token_ids, states, num_drafts):
+    for found in compare_conventions(head.mtp_modules, token_ids, states, num_drafts):
         if found.other_is_right:
             raise HeadLoadError(
                 f"the multi-token-prediction module is read the wrong way: its drafts miss the target's own tokens by "

@@ -35,7 +35,7 @@ from drafters.errors import HeadLoadError
 from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop, ModuleLoop
 from drafters.loops.head_passes import MtpPasses
-from drafters.mtp.convention_check import check_convention
+from drafters.mtp import convention_check
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 from drafters.vocab import check_offsets, offsets_of
 
@@ -209,8 +209,7 @@ class MtpHead(nn.Module):
         """A chain: the module is fed its own output."""
         return ChainLoop(self, MtpPasses)
 
-    def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
-        check_convention(self.mtp_modules, token_ids, states, num_drafts)
+    check_convention = convention_check.check_convention
 
 
 def _draft_on(modules: Sequence[MtpHead], target_ids: Tensor) -> None:
@@ -306,5 +305,4 @@ class MtpStack(nn.Module):
         """A loop over the modules in turn, at most one per draft; for one draft, the chain of the first."""
         return ModuleLoop(self.mtp_modules, limits) if limits.drafts > 1 else self.first.draft_loop(limits)
 
-    def check_convention(self, token_ids: Tensor, states: Tensor, num_drafts: int) -> None:
-        check_convention(self.mtp_modules, token_ids, states, num_drafts)
+    check_convention = convention_check.check_convention

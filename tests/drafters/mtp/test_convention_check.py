@@ -94,10 +94,10 @@ def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
 @pytest.mark.cases(1)
 def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     (head,) = load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")
-    check_convention(head.mtp_modules, *text, 3)
+    check_convention(head, *text, 3)
     head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
-        check_convention(head.mtp_modules, *text, 3)
+        check_convention(head, *text, 3)
 
 
 @pytest.mark.slow
@@ -108,11 +108,11 @@ def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, me
 def test_wrong_conventions_of_several_modules_are_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     """Three copies of the trained module: each reads its predecessor's state, as modules trained together do."""
     heads = [load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")[0] for _ in range(3)]
-    check_convention(MtpStack(heads).mtp_modules, *text, 3)
+    check_convention(MtpStack(heads), *text, 3)
     for head in heads:
         head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
-        check_convention(MtpStack(heads).mtp_modules, *text, 3)
+        check_convention(MtpStack(heads), *text, 3)
 
 
 @pytest.mark.slow
