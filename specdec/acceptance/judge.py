@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.loops.base import Choose, Draft
 from drafters.vocab import scatter
-from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
+from specdec.acceptance.accept import SampledInputs, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.greedy_rows import greedy_ids
 from specdec.requests.noise import perturbed
@@ -99,21 +99,33 @@ def filled_drafts(round_: DeviceRound, token_ids: Tensor, draft: Draft | None) -
 
 def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
     """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
-    if round_.sampling is None:
-        return judge_greedy(greedy_ids(logits), round_, draft)
+    sampling, index = round_.sampling, round_.logit_index
+    if sampling is None:
+        return judge_greedy(greedy_ids(logits)[index], round_, draft)
+    if sampling.seed is not None:
+        return judge_greedy(keyed_ids(logits, index, sampling), round_, draft)
     drafts = _every_row(draft, round_)
-    if round_.sampling.seed is None:
-        result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
-    else:
-        ids = keyed_ids(logits, round_.logit_index, round_.sampling)
-        result = accept_greedy(drafts, round_.num_drafts, ids)
+    num_rows, width = index.shape
+    owner = torch.arange(num_rows, device=logits.device).repeat_interleave(width)
+    p = target_probs(logits[index.reshape(-1)], sampling.tensors.rows(owner)).view(num_rows, width, -1)  # [J, n+1, V]
+    q = None
+    if draft is not None and draft.probs is not None and vocab is not None:
+        q = p.new_zeros(num_rows, width - 1, p.shape[2])
+        own = q[: len(draft.probs)]
+        own.copy_(vocab.scatter(draft.probs))
+        if draft.replaced is not None:
+            replaced = draft.replaced[:, :, None].to(q.dtype)
+            # A draft given by the host was not drawn from the head's q: its q is one-hot.
+            own.mul_(1 - replaced).scatter_add_(2, drafts[: len(own), :, None], replaced)
+    inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
+    result = accept_sampled(drafts, round_.num_drafts, inputs)
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
-def judge_greedy(greedy: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
-    """As if every row were greedy: greedy [R'] int64 is the arg max of the decided rows' logits."""
+def judge_greedy(ids: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+    """Accept the drafts that are the tokens of their places, ids [J, n+1] int64: of greedy rows the arg max."""
     drafts = _every_row(draft, round_)
-    result = accept_greedy(drafts, round_.num_drafts, greedy[round_.logit_index])
+    result = accept_greedy(drafts, round_.num_drafts, ids)
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
@@ -130,9 +142,12 @@ def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> Tensor:
 
 
 def judge_from_loop(greedy: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
-    """`judge_greedy` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
+    """`judge_greedy` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel.
+
+    greedy: [R'] int64, the arg max of the decided rows' logits.
+    """
     if not _has_kernels(greedy):
-        return judge_greedy(greedy, round_, in_order(draft, round_))
+        return judge_greedy(greedy[round_.logit_index], round_, in_order(draft, round_))
     from specdec.ops.greedy_kernel import launch_acceptance
 
     index = round_.logit_index
@@ -174,28 +189,3 @@ def _every_row(draft: Draft | None, round_: DeviceRound) -> Tensor:
     if draft is not None and draft.token_ids.numel():
         drafts[: len(draft.token_ids)] = draft.token_ids
     return drafts
-
-
-def _judge_sampled(
-    logits: Tensor,
-    round_: DeviceRound,
-    sampling: DeviceSampling,
-    drafts: Tensor,
-    draft: Draft | None,
-    vocab: DraftVocab | None,
-) -> VerificationResult:
-    num_rows, width = round_.logit_index.shape
-    flat = round_.logit_index.reshape(-1)
-    owner = torch.arange(num_rows, device=logits.device).repeat_interleave(width)
-    p = target_probs(logits[flat], sampling.tensors.rows(owner)).view(num_rows, width, -1)  # [J, n+1, V]
-    q = None
-    if draft is not None and draft.probs is not None and vocab is not None:
-        q = p.new_zeros(num_rows, width - 1, p.shape[2])
-        q[: len(draft.probs)] = vocab.scatter(draft.probs)
-        if draft.replaced is not None:
-            own = q[: len(draft.probs)]
-            replaced = draft.replaced[:, :, None].to(q.dtype)
-            # A draft given by the host was not drawn from the head's q: its q is one-hot.
-            own.mul_(1 - replaced).scatter_add_(2, drafts[: len(own), :, None], replaced)
-    inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
-    return accept_sampled(drafts, round_.num_drafts, inputs)

@@ -31,7 +31,7 @@ def compare(round_: Any, drafts: torch.Tensor, greedy: torch.Tensor, ours: torch
     placed = ours.clone()
     ordered = in_order(Draft(drafts, None), round_)
     assert torch.equal(placed, fill_drafts(round_, ordered))
-    assert torch.equal(packed, judge_greedy(greedy, round_, ordered).packed)
+    assert torch.equal(packed, judge_greedy(greedy[round_.logit_index], round_, ordered).packed)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 64, 300])
@@ -46,7 +46,9 @@ def test_as_in_torch(rows: int, width: int) -> None:
 
 def test_rows_without_drafts() -> None:
     round_, greedy = fixed_round(4, 0), torch.randint(9, (4,), device=CUDA)
-    assert torch.equal(judge_from_loop(greedy, round_, None).packed, judge_greedy(greedy, round_, None).packed)
+    assert torch.equal(
+        judge_from_loop(greedy, round_, None).packed, judge_greedy(greedy[round_.logit_index], round_, None).packed
+    )
 
 
 def test_a_captured_round_follows_its_inputs() -> None:

@@ -11,7 +11,7 @@ import torch
 import specdec.acceptance.judge
 from drafters.loops.base import Draft
 from specdec.acceptance.accept import SampledInputs, VerificationResult
-from specdec.acceptance.judge import DraftVocab, choose_sampled, fill_from_loop, in_order, judge, judge_greedy
+from specdec.acceptance.judge import DraftVocab, choose_sampled, fill_from_loop, in_order, judge
 from specdec.requests.sampling import SamplingTensors
 from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.transfer import DeviceSampling
@@ -68,7 +68,7 @@ def test_greedy_rows_are_judged_by_their_own_logits() -> None:
     """Ragged: the second row has one draft, and rows after those that draft have none."""
     round_ = round_of([[0, 1, 2], [3, 4, 4], [5, 5, 5]], [2, 1, 0])
     greedy = torch.tensor([7, 8, 9, 7, 6, 5])
-    result = judge_greedy(greedy, round_, Draft(torch.tensor([[7, 1], [7, 0]]), None))
+    result = judge(torch.eye(10)[greedy], round_, Draft(torch.tensor([[7, 1], [7, 0]]), None), None)
     assert result.num_accepted.tolist() == [1, 1, 0]
     assert result.tokens[:, :2].tolist() == [[7, 8], [7, 6], [5, 0]] and result.drafts.tolist() == [
         [7, 1],

@@ -118,7 +118,7 @@ def test_kernels_place_and_accept_as_torch_does(by_kernels: None, case: Verified
     round_.token_ids.copy_(before)
     ordered = in_order(draft, round_)
     assert ours.tolist() == fill_drafts(round_, ordered).tolist()
-    right = judge_greedy(greedy, round_, ordered)
+    right = judge_greedy(greedy[round_.logit_index], round_, ordered)
     assert result.packed.tolist() == right.packed.tolist() and result.packed.is_contiguous()
     result.num_accepted.fill_(-7)
     result.tokens.fill_(-7)
