@@ -19,6 +19,8 @@ from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
 from specdec.cli.options import COUNT, examples, option
+from specdec.config import SAMPLING
+from specdec.loading import names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +47,7 @@ _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0),
 )
 @shared.model_options
 @shared.draft_option
-@shared.data_options
+@shared.data_options()
 @shared.ks_option
 @shared.asking_options
 @_WARMUP
@@ -100,7 +102,7 @@ def acceptance(**options: Any) -> None:
 @click.argument("b")
 @shared.model_options
 @option("--draft", "The head of a side that names none.", default="auto")
-@shared.data_options
+@shared.data_options()
 @option("-k --num-speculative-tokens --k default_k", f"K of a side that names none; {shared.K_HELP}.", COUNT)
 @shared.asking_options
 @_WARMUP
@@ -145,9 +147,9 @@ def compare(a: str, b: str, **options: Any) -> None:
 )
 @shared.model_options
 @shared.draft_option
-@shared.data_options
+@shared.data_options()
 @shared.ks_option
-@shared.greedy_options
+@shared.greedy_options()
 @option("--mode", None, click.Choice(["both", "greedy", "sampled"]), "both")
 @option("--samples", "Samples per place and configuration.", click.IntRange(100), 1000)
 @option("--sample-prompts", "Places of each trial.", COUNT, 2)
@@ -177,6 +179,54 @@ def lossless(**options: Any) -> None:
     console = make_console()
     print_check(console, document)
     end(console, options, document, run[2])
+    sys.exit(Verdict(document["verdict"]).exit_code)
+
+
+@click.command(
+    short_help="A certificate of exactness on this machine, or an audit of another engine's answers.",
+    epilog=examples(
+        "specdec eval certify gsm-llama",
+        "specdec eval certify gsm-deepseek mtp --sampling keyed -k 3 --output c.json --report c.html",
+    ),
+)
+@click.argument("target", type=names.model_name)
+@click.argument("head", type=names.draft_name, default="auto")
+@shared.load_options(shared.offered("eval", {**shared.OWN_NAMES, "sampling": ""}))
+@option("--sampling", "Which rules of sampling are certified.", click.Choice(["both", *SAMPLING]), "both")
+@shared.data_options("arithmetic", limit=20)
+@shared.ks_option
+@shared.greedy_options(64)
+@option("--samples", "Samples per place and configuration.", click.IntRange(100), 500)
+@option("--sample-prompts", "Places of each trial.", COUNT, 2)
+@option("--output", "The JSON document.", shared.FILE, "certificate.json")
+@option("--report", "The HTML page.", shared.FILE, "certificate.html")
+def certify(target: str, head: str, **options: Any) -> None:
+    """Certify that speculation changes nothing, on this machine with these options: PASS (exit code 0), FAIL (1) or
+    NOT TESTED (3).
+
+    Greedy and keyed answers and their log-probabilities are equal with and without speculation, sampled ones have the
+    target's distribution, the noise of keyed sampling is independent, and each check sees defects that are planted.
+    """
+    options.update(temperature=0.0, top_k=0, top_p=1.0, model=target, draft=head, run_dir=None)
+    require("scipy", "eval")
+    data = _data(options)
+    from evals.acceptance.acceptance import Plan, sweep
+    from evals.lossless.certificate import certificate, certified, print_certificate
+    from evals.report.page import render_certificate
+    from specdec.cli.tables import make_console
+
+    ks = options["ks"] or (shared.OWN_K,)
+    plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
+    rules = {}
+    for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
+        spec = shared.make_spec({**options, "sampling": rule}, head, max(ks))
+        with _loaded({"main": spec}, plan) as (worker, own):
+            rules[rule] = certified(worker, own, options["samples"], options["sample_prompts"])
+            worker.models["main"].close()
+    document = certificate(rules, {"target": target, "head": head, **options})
+    console = make_console()
+    print_certificate(console, document)
+    end(console, options, document, page=render_certificate(document, print_certificate))
     sys.exit(Verdict(document["verdict"]).exit_code)
 
 
@@ -232,15 +282,24 @@ def _begun(
     progress bar."""
     from evals.acceptance.acceptance import settings
 
-    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
-        facts = executor.facts()
-        arms = tuple(shared.settle_k(arm, facts) for arm in plan.arms)
-        plan = replace(plan, arms=arms, asking=shared.settle(plan.asking, facts))
+    with _loaded(specs, plan, options["ray"], options["workers"]) as (executor, plan):
         if "budget" in options:
             plan = _within_budget(options, executor, plan)
         asked = len(plan.data.questions) * plan.repeats
-        with shared.recorded(options["run_dir"], settings(plan, facts), asked, len(plan.arms)) as kept:
+        given = settings(plan, executor.facts())
+        with shared.recorded(options["run_dir"], given, asked, len(plan.arms)) as kept:
             yield executor, plan, *kept
+
+
+@contextmanager
+def _loaded(
+    specs: dict[str, ModelSpec], plan: Plan, ray: str | None = None, workers: int = shared.DEFAULT_WORKERS
+) -> Iterator[tuple[Any, Plan]]:
+    """The models, and the plan with chat template and K decided."""
+    with shared.open_executor(specs, ray, workers) as executor:
+        facts = executor.facts()
+        arms = tuple(shared.settle_k(arm, facts) for arm in plan.arms)
+        yield executor, replace(plan, arms=arms, asking=shared.settle(plan.asking, facts))
 
 
 def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None:
@@ -281,12 +340,16 @@ def _write_report(options: Options, document: Json, store: RunStore) -> None:
         write_spec_bench(options["spec_bench_dir"], answers, name)
 
 
-def end(console: Console, options: Options, document: Json, store: RunStore | None = None) -> None:
+def end(
+    console: Console, options: Options, document: Json, store: RunStore | None = None, page: str | None = None
+) -> None:
     """Write the JSON document where it was asked for, whole or not at all, and show where the run is."""
     from specdec.run_files import write_atomically
 
     if options["output"] is not None:
         text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
         write_atomically(options["output"], text + "\n")
+    if page is not None:
+        write_atomically(options["report"], page)
     if store is not None:
         console.print(f"run: {store.folder}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from inspect import signature
-from itertools import groupby, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,17 @@ def first_difference(alone: Answer, speculative: Answer) -> Difference | None:
     return None
 
 
+def logprob_difference(alone: Answer, speculative: Answer) -> float:
+    """The largest difference of two answers' log-probabilities before their tokens differ; 0 where none were asked
+    for."""
+    same = takewhile(lambda two: two[0][0] == two[1][0], zip(_steps(alone), _steps(speculative), strict=False))
+    return max((float(np.abs(np.subtract(one[1], other[1])).max()) for one, other in same), default=0.0)
+
+
+def _steps(answer: Answer) -> list[tuple[int, tuple[float, ...]]]:
+    return [step for turn in answer.turns for step in zip(turn.token_ids, turn.logprobs, strict=False)]
+
+
 Case = tuple[Question, Answer, Difference]
 """A question, the target's own answer, and where the other one differs."""
 
@@ -200,7 +211,7 @@ def _verdict(
     tolerance = _tolerance(model.hf_model.dtype, float(logits.max()))
     if asking.params.temperature:
         key = request_key(question_seed(asking.seed, question.id, place.turn), 0)
-        scores = logits / asking.params.temperature + _noise(key, len(prompt) + len(common), len(logits))
+        scores = logits / asking.params.temperature + noise_at(key, len(prompt) + len(common), len(logits))
     else:
         scores = logits
     top = scores.topk(2).values
@@ -218,8 +229,11 @@ def _verdict(
     )
 
 
-def _noise(key: int, position: int, size: int) -> Tensor:
-    """[size] of a request's token at a position, see `specdec.requests.noise`."""
+def noise_at(key: int, position: int, size: int) -> Tensor:
+    """[size] float64, of a request's token at a position. key: see `request_key`.
+
+    Source: `specdec.requests.noise`.
+    """
     seeds = noise_seeds(np.array([key], np.uint64), np.array([position]))
     return gumbel(torch.from_numpy(seeds), torch.arange(size)).double()
 
@@ -245,7 +259,8 @@ def compare_greedy(
         found = [(questions[one.question_id], one, first_difference(one, other)) for one, other in pairs]
         cases = [(question, one, place) for question, one, place in found if place is not None]
         verdicts = executor.on_one(partial(judge, arm=arm, asking=asking, cases=cases)) if cases else []
-        results.append(_arm_result(arm, kept[arm.name], verdicts))
+        apart = max(map(logprob_difference, baseline, kept[arm.name]), default=0.0)
+        results.append({**_arm_result(arm, kept[arm.name], verdicts), "logprob_difference": apart})
     return {"definition": VERDICT, "arms": results, "verdict": together(result["verdict"] for result in results)}
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from evals.acceptance.acceptance import BASELINE, settings
 from evals.acceptance.summary import Json, by_arm
 from evals.lossless import distribution, verdicts
-from evals.lossless.distribution import WINDOW, DistributionTest, Tested, trials
+from evals.lossless.distribution import WINDOW, DistributionTest, trials
 from evals.lossless.evidence import Sampling
 from evals.lossless.greedy import KEYED_TEMPERATURE, VERDICT, compare_greedy
 from evals.runs.answers import Answer, failures
@@ -112,16 +112,18 @@ def check(
     if mode != "sampled":
         document["greedy"] = identity(executor, plan, collect(executor, plan, store, report))
     if mode != "greedy":
-        if facts[plan.arms[0].model]["engine"]["sampling"] == "keyed":
-            asking = replace(plan.asking, params=replace(plan.asking.params, temperature=KEYED_TEMPERATURE))
-            drawn = replace(plan, asking=asking)
-            document["keyed"] = identity(executor, drawn, answers_to(executor, drawn))
-        test = DistributionTest(plan.data.questions, plan.arms, plan.asking, samples, places)
-        document["sampled"] = _sampled(executor.on_one(test))
+        if is_keyed(facts, plan):
+            document["keyed"] = keyed_identity(executor, plan)
+        document["sampled"] = distribution_of(executor, plan, samples, places)
     parts = [document[part] for part in ("greedy", "keyed", "sampled") if part in document]
     document["verdict"] = together(Verdict(part["verdict"]) for part in parts)
     document["passed"] = document["verdict"] is Verdict.PASS
     return document
+
+
+def is_keyed(facts: Json, plan: Plan) -> bool:
+    """Whether the noise of a position decides the tokens of the model."""
+    return bool(facts[plan.arms[0].model]["engine"]["sampling"] == "keyed")
 
 
 def answers_to(executor: Executor, plan: Plan) -> list[Answer]:
@@ -140,7 +142,17 @@ def identity(executor: Executor, plan: Plan, answers: list[Answer]) -> Json:
     return {**found, "failures": failed, "verdict": verdict}
 
 
-def _sampled(tested: Tested) -> Json:
+def keyed_identity(executor: Executor, plan: Plan) -> Json:
+    """`identity` of answers that are sampled, of a model with `sampling="keyed"`."""
+    params = replace(plan.asking.params, temperature=KEYED_TEMPERATURE)
+    drawn = replace(plan, asking=replace(plan.asking, params=params))
+    return identity(executor, drawn, answers_to(executor, drawn))
+
+
+def distribution_of(executor: Executor, plan: Plan, samples: int, places: int) -> Json:
+    """The distribution test; for `samples` and `places` see `check`."""
+    test = DistributionTest(plan.data.questions, plan.arms, plan.asking, samples, places)
+    tested = executor.on_one(test)
     found = tested.search
     return {
         "definition": distribution.DEFINITION,
@@ -166,11 +178,11 @@ def print_check(console: Console, document: Json) -> None:
     verdict = Verdict(document["verdict"])
     meaning = _MEANING[verdict]
     if verdict is Verdict.PASS:
-        meaning = "; ".join([meaning, *_reach(document)])
+        meaning = "; ".join([meaning, *reach(document)])
     console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], soft_wrap=True)
 
 
-def _reach(document: Json) -> list[str]:
+def reach(document: Json) -> list[str]:
     """What a PASS shows: the defects that would have been found, where, and those that would not."""
     if "sampled" not in document:
         return ["greedy only: nothing is said of sampling"]
@@ -202,15 +214,19 @@ _STYLE = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.NOT_TEST
 
 def _print_identity(console: Console, part: str, found: Json) -> None:
     for arm in found["arms"]:
-        console.print(
-            f"{part}, {arm['name']}: {arm['verdict']}, {arm['identical']:,} of {arm['questions']:,} identical, "
-            f"{arm['near_ties']} near ties, {arm['defects']} defects; {arm['tokens']:,} tokens compared, "
-            f"{arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted",
-        )
+        console.print(f"{part}, {arm['name']}: {arm['verdict']}, {identity_text(arm)}")
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
     for failure in found["failures"]:
         console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
+
+
+def identity_text(arm: Json) -> str:
+    """The numbers of one configuration's comparison with the target alone."""
+    return (
+        f"{arm['identical']:,} of {arm['questions']:,} identical, {arm['near_ties']} near ties, {arm['defects']} "
+        f"defects; {arm['tokens']:,} tokens compared, {arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted"
+    )
 
 
 def _divergence_table(divergences: list[Json]) -> Table:
@@ -235,13 +251,14 @@ def _print_sampled(console: Console, sampled: Json) -> None:
         )
     for fit in sampled["arms"]:
         name = fit["arm"] if fit["arm"] != BASELINE else f"{BASELINE} (control)"
-        console.print(f"sampled, {name}: {fit['verdict']}, {_numbers(fit)}")
+        console.print(f"sampled, {name}: {fit['verdict']}, {fit_text(fit)}")
         if fit["powers"]:
             console.print(_power_table(fit, [place["name"] for place in sampled["places"]]))
     console.print(sampled["definition"], style="dim")
 
 
-def _numbers(fit: Json) -> str:
+def fit_text(fit: Json) -> str:
+    """The numbers of one configuration's distribution test."""
     drawn = f"{fit['samples']:,} samples at {fit['places']} place(s), {fit['drafts']:,} drafts verified"
     if fit["p_value"] is None:
         return f"0 degrees of freedom, {fit['impossible']} impossible; {drawn}"

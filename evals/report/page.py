@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from itertools import cycle
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from rich.console import Console
 
 from evals.acceptance.metrics import METRICS
 from evals.acceptance.summary import Json
@@ -174,12 +174,9 @@ def _svg(axes: Any) -> str:
 
 def render(document: Json) -> str:
     """The page as HTML text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["value"] = partial(show, questions=document["arms"][0]["questions"])
-    template = environment.from_string(files("evals").joinpath("report/templates/report.html.j2").read_text("utf-8"))
     settings = document["provenance"]["settings"]
     targets = sorted({str(model["target"]) for model in settings["models"].values()})
-    return template.render(
+    return _template("report", value=partial(show, questions=document["arms"][0]["questions"])).render(
         document=document,
         settings=settings,
         metrics=METRICS.values(),
@@ -193,6 +190,27 @@ def render(document: Json) -> str:
         advice=advice(document) if "timing" in document else [],
         untried=untried,
     )
+
+
+def render_certificate(document: Json, print_it: Callable[[Console, Json], None]) -> str:
+    """The page of a certificate as HTML text. print_it: shows its checks on a terminal, as the page does."""
+    console = Console(record=True, width=150, file=io.StringIO())
+    print_it(console, document)
+    return _template("certificate").render(
+        document=document,
+        title=f"Certificate of {document['options']['target']}",
+        printed=console.export_html(code_format="<pre>{code}</pre>", inline_styles=True),
+        provenance=json.dumps(document, indent=2, ensure_ascii=False),
+    )
+
+
+def _template(name: str, **filters: Any) -> Template:
+    loader = PackageLoader("evals", "report/templates")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
+    )
+    environment.filters.update(filters)
+    return environment.get_template(f"{name}.html.j2")
 
 
 def _pictures(document: Json) -> list[Picture]:

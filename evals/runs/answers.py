@@ -24,6 +24,7 @@ class Turn:
         rounds: the verification rounds of the request.
         segments: (kind, text) pieces of the answer with its drafts, where they were asked for.
         wall_s: wall seconds of the generate call, divided by the requests in it; prefill_s, decode_s: the engine's.
+        logprobs: of each token its log-probability and those of its alternatives, where they were asked for.
     """
 
     text: str
@@ -36,6 +37,7 @@ class Turn:
     wall_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def _turn(record: Json) -> Turn:
             "token_ids": _integers(record["token_ids"]),
             "rounds": tuple(RoundRecord(*_integers(row)) for row in record["rounds"]),
             "segments": tuple((kind, text) for kind, text in record["segments"]),
+            "logprobs": tuple(map(tuple, record.get("logprobs", ()))),
         }
     )
 

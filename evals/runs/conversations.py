@@ -135,6 +135,7 @@ def to_turn(tokenizer: Any, completion: Any, wall_s: float) -> Turn:
         wall_s=wall_s,
         prefill_s=stats.prefill_s,
         decode_s=stats.decode_s,
+        logprobs=tuple((one.logprob, *(value for _, value in one.top)) for one in completion.logprobs or ()),
     )
 
 
