@@ -18,7 +18,7 @@ from evals.cli import eval_options as shared
 from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
-from specdec.cli.options import COUNT, examples, option
+from specdec.cli.options import COUNT, FILE, examples, load_options, offered, option
 from specdec.config import SAMPLING
 from specdec.loading import names
 
@@ -168,18 +168,14 @@ def lossless(**options: Any) -> None:
         require("scipy", "eval")
     data = _data(options)
     from evals.acceptance.acceptance import Plan, sweep
-    from evals.lossless.lossless import check, print_check
-    from specdec.cli.tables import make_console
+    from evals.lossless.lossless import check
 
     ks = options["ks"] or (shared.OWN_K,)
     specs = {"main": shared.make_spec(options, options["draft"], max(ks))}
     plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
     with _begun(options, specs, plan) as run:
         document = check(*run, options["mode"], options["samples"], options["sample_prompts"])
-    console = make_console()
-    print_check(console, document)
-    end(console, options, document, run[2])
-    sys.exit(Verdict(document["verdict"]).exit_code)
+    _finish(options, document, "lossless", store=run[2])
 
 
 @click.command(
@@ -187,12 +183,19 @@ def lossless(**options: Any) -> None:
     epilog=examples(
         "specdec eval certify gsm-llama",
         "specdec eval certify gsm-deepseek mtp --sampling keyed -k 3 --output c.json --report c.html",
+        "specdec eval certify gsm-llama --answers answers.jsonl --dtype float32",
     ),
 )
 @click.argument("target", type=names.model_name)
 @click.argument("head", type=names.draft_name, default="auto")
-@shared.load_options(shared.offered("eval", {**shared.OWN_NAMES, "sampling": ""}))
-@option("--sampling", "Which rules of sampling are certified.", click.Choice(["both", *SAMPLING]), "both")
+@option(
+    "--answers",
+    "Audit these of another engine instead: JSON lines of prompt (text or ids), tokens (ids), temperature, top_k, top_p "
+    "and min_p.",
+    FILE,
+)
+@load_options(offered("eval", {**shared.OWN_NAMES, "sampling": ""}))
+@option("--sampling", "Rules of sampling that are certified.", click.Choice(["both", *SAMPLING]), "both")
 @shared.data_options("arithmetic", limit=20)
 @shared.ks_option
 @shared.greedy_options(64)
@@ -200,34 +203,37 @@ def lossless(**options: Any) -> None:
 @option("--sample-prompts", "Places of each trial.", COUNT, 2)
 @option("--output", "The JSON document.", shared.FILE, "certificate.json")
 @option("--report", "The HTML page.", shared.FILE, "certificate.html")
-def certify(target: str, head: str, **options: Any) -> None:
+def certify(target: str, head: str, answers: Path | None, **options: Any) -> None:
     """Certify that speculation changes nothing, on this machine with these options: PASS (exit code 0), FAIL (1) or
     NOT TESTED (3).
 
     Greedy and keyed answers and their log-probabilities are equal with and without speculation, sampled ones have the
-    target's distribution, the noise of keyed sampling is independent, and each check sees defects that are planted.
+    target's distribution, the noise of keyed sampling is independent, and each check finds defects that are planted.
     """
-    options.update(temperature=0.0, top_k=0, top_p=1.0, model=target, draft=head, run_dir=None)
+    given = {"target": target, "head": head, **options}
+    options.update(temperature=0.0, top_k=0, top_p=1.0, model=target, draft=head)
     require("scipy", "eval")
     data = _data(options)
     from evals.acceptance.acceptance import Plan, sweep
-    from evals.lossless.certificate import certificate, certified, print_certificate
+    from evals.lossless.audit import audit
+    from evals.lossless.certificate import certificate, certified, sealed
     from evals.report.page import render_certificate
-    from specdec.cli.tables import make_console
 
+    rules = {}
     ks = options["ks"] or (shared.OWN_K,)
     plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
-    rules = {}
-    for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
-        spec = shared.make_spec({**options, "sampling": rule}, head, max(ks))
-        with _loaded({"main": spec}, plan) as (worker, own):
-            rules[rule] = certified(worker, own, options["samples"], options["sample_prompts"])
-            worker.models["main"].close()
-    document = certificate(rules, {"target": target, "head": head, **options})
-    console = make_console()
-    print_certificate(console, document)
-    end(console, options, document, page=render_certificate(document, print_certificate))
-    sys.exit(Verdict(document["verdict"]).exit_code)
+    if answers is not None:
+        spec = shared.make_spec({**options, "sampling": SAMPLING[0]}, None, 0)
+        with shared.open_executor({"main": spec}) as executor:
+            document = sealed(executor.on_one(lambda worker: audit(worker, answers)), given)
+    else:
+        for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
+            spec = shared.make_spec({**options, "sampling": rule}, head, max(ks))
+            with _loaded({"main": spec}, plan) as (worker, own):
+                rules[rule] = certified(worker, own, options["samples"], options["sample_prompts"])
+                worker.models["main"].close()
+        document = certificate(rules, given)
+    _finish(options, document, "certificate", page=render_certificate(document))
 
 
 def _within_budget(options: Options, executor: Executor, plan: Plan) -> Plan:
@@ -338,6 +344,17 @@ def _write_report(options: Options, document: Json, store: RunStore) -> None:
         answers = [store.answers[question_id, arm] for arm in arms for question_id in ids]
         name = shared.model_name(options, options["draft"]).replace("/", "--")
         write_spec_bench(options["spec_bench_dir"], answers, name)
+
+
+def _finish(options: Options, document: Json, text: str, **more: Any) -> None:
+    """Print a check by the template named `text`, write it, and exit as its verdict says. more: see `end`."""
+    from evals.report.terminal import print_text
+    from specdec.cli.tables import make_console
+
+    console = make_console()
+    print_text(console, text, document)
+    end(console, options, document, **more)
+    sys.exit(Verdict(document["verdict"]).exit_code)
 
 
 def end(

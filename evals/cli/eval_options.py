@@ -186,7 +186,9 @@ def make_spec(options: Options, draft: str | None, k: int) -> ModelSpec:
 
 
 @contextmanager
-def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int) -> Iterator[Executor]:
+def open_executor(
+    specs: Mapping[str, ModelSpec], ray: str | None = None, workers: int = DEFAULT_WORKERS
+) -> Iterator[Executor]:
     """The models in this process, or on Ray workers.
 
     Raises:

@@ -261,9 +261,8 @@ def branches(sampled: Sampled) -> list[Branch]:
         order = np.argsort(group, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
             found.append(Branch(tuple(tokens[rows[0], :depth].tolist()), rows, tokens[rows, depth]))
-    return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[
-        : min(MOST_NODES, max(len(tokens) // 2, _FEWEST))
-    ]
+    most = max(min(MOST_NODES, max(len(tokens) // 2, _FEWEST)), tokens.shape[1])
+    return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[:most]
 
 
 def _weight(branch: Branch, bonus: np.ndarray) -> int:

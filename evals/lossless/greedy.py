@@ -208,7 +208,7 @@ def _verdict(
     prompt = prompt_of(model.tokenizer, question, asking, before)
     common = alone.token_ids[place.turn][: place.position]
     logits = replay.logits([*prompt, *common]).double()
-    tolerance = _tolerance(model.hf_model.dtype, float(logits.max()))
+    tolerance = tolerance_of(model.hf_model.dtype, float(logits.max()))
     if asking.params.temperature:
         key = request_key(question_seed(asking.seed, question.id, place.turn), 0)
         scores = logits / asking.params.temperature + noise_at(key, len(prompt) + len(common), len(logits))
@@ -238,7 +238,8 @@ def noise_at(key: int, position: int, size: int) -> Tensor:
     return gumbel(torch.from_numpy(seeds), torch.arange(size)).double()
 
 
-def _tolerance(dtype: Any, best: float) -> float:
+def tolerance_of(dtype: Any, best: float) -> float:
+    """Most that a token may be behind the best logit of a replay to be a near tie. dtype: of the model."""
     if dtype in (torch.float32, torch.float64):
         return FLOAT32_TOLERANCE
     return float(_HALF_ULPS * torch.finfo(dtype).eps * abs(best))

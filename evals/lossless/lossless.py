@@ -8,15 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
-from rich.console import Console
-from rich.table import Table
-
-from evals.acceptance.acceptance import BASELINE, settings
+from evals.acceptance.acceptance import settings
 from evals.acceptance.summary import Json, by_arm
 from evals.lossless import distribution, verdicts
 from evals.lossless.distribution import WINDOW, DistributionTest, trials
 from evals.lossless.evidence import Sampling
-from evals.lossless.greedy import KEYED_TEMPERATURE, VERDICT, compare_greedy
+from evals.lossless.greedy import KEYED_TEMPERATURE, compare_greedy
 from evals.runs.answers import Answer, failures
 from evals.runs.conversations import Work, Worker
 from evals.runs.executor import Executor, Plan, Report, collect
@@ -157,6 +154,7 @@ def distribution_of(executor: Executor, plan: Plan, samples: int, places: int) -
     return {
         "definition": distribution.DEFINITION,
         "alpha": verdicts.ALPHA,
+        "power": verdicts.POWER,
         "searched": str(found),
         "questions": found.questions,
         "positions": found.positions,
@@ -164,120 +162,3 @@ def distribution_of(executor: Executor, plan: Plan, samples: int, places: int) -
         "arms": [asdict(fit) for fit in tested.fits],
         "verdict": together(fit.verdict for fit in tested.fits),
     }
-
-
-def print_check(console: Console, document: Json) -> None:
-    """Print the document and the verdict."""
-    compared = [part for part in ("greedy", "keyed") if part in document]
-    for part in compared:
-        _print_identity(console, part, document[part])
-    if compared:
-        console.print(VERDICT, style="dim")
-    if "sampled" in document:
-        _print_sampled(console, document["sampled"])
-    verdict = Verdict(document["verdict"])
-    meaning = _MEANING[verdict]
-    if verdict is Verdict.PASS:
-        meaning = "; ".join([meaning, *reach(document)])
-    console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], soft_wrap=True)
-
-
-def reach(document: Json) -> list[str]:
-    """What a PASS shows: the defects that would have been found, where, and those that would not."""
-    if "sampled" not in document:
-        return ["greedy only: nothing is said of sampling"]
-    texts = []
-    for fit in document["sampled"]["arms"]:
-        powers = fit["powers"]
-        if seen := [_chance(power) for power in powers if power["everywhere"] >= verdicts.POWER]:
-            texts.append(f"sampled, {fit['arm']}, would have been found: {', '.join(seen)}")
-        if missed := [_chance(power) for power in powers if power["everywhere"] < verdicts.POWER]:
-            texts.append(f"{fit['arm']} is BLIND for: {', '.join(missed)}")
-    return texts
-
-
-def _chance(power: Json) -> str:
-    """One defect with its probability, and in how many places it alone would be enough."""
-    alone = sum(one >= verdicts.POWER for one in power["places"])
-    places = len(power["places"])
-    where = f"at {alone} of {places} places also there alone" if alone else f"at no one of {places} places alone"
-    return f"{power['defect']} ({power['everywhere']:.2f}; {where})"
-
-
-_MEANING = {
-    Verdict.PASS: "output unchanged by speculation",
-    Verdict.FAIL: "speculation changes the output",
-    Verdict.NOT_TESTED: "not everything that was asked for could be tested; see the lines above",
-}
-_STYLE = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.NOT_TESTED: "bold yellow"}
-
-
-def _print_identity(console: Console, part: str, found: Json) -> None:
-    for arm in found["arms"]:
-        console.print(f"{part}, {arm['name']}: {arm['verdict']}, {identity_text(arm)}")
-        if arm["divergences"]:
-            console.print(_divergence_table(arm["divergences"]))
-    for failure in found["failures"]:
-        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
-
-
-def identity_text(arm: Json) -> str:
-    """The numbers of one configuration's comparison with the target alone."""
-    return (
-        f"{arm['identical']:,} of {arm['questions']:,} identical, {arm['near_ties']} near ties, {arm['defects']} "
-        f"defects; {arm['tokens']:,} tokens compared, {arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted"
-    )
-
-
-def _divergence_table(divergences: list[Json]) -> Table:
-    table = Table("question", "turn", "token", "alone", "speculative", "top-2 gap", "behind", "verdict")
-    for found in divergences[:20]:
-        behind = "ended" if found["behind"] is None else f"{found['behind']:.3g}"
-        verdict = "near tie" if found["allowed"] else "DEFECT"
-        numbers = (found["turn"], found["position"], found["alone"], found["speculative"])
-        table.add_row(found["question_id"], *(str(n) for n in numbers), f"{found['gap']:.3g}", behind, verdict)
-    if len(divergences) > 20:
-        table.caption = f"and {len(divergences) - 20} more in the JSON document"
-    return table
-
-
-def _print_sampled(console: Console, sampled: Json) -> None:
-    console.print(f"sampled: {sampled['searched']}")
-    if not sampled["arms"]:
-        console.print(
-            "sampled: NOT TESTED, no place where a drafted token is open; give other --data, more --samples, or a "
-            "larger --max-new-tokens",
-            style="yellow",
-        )
-    for fit in sampled["arms"]:
-        name = fit["arm"] if fit["arm"] != BASELINE else f"{BASELINE} (control)"
-        console.print(f"sampled, {name}: {fit['verdict']}, {fit_text(fit)}")
-        if fit["powers"]:
-            console.print(_power_table(fit, [place["name"] for place in sampled["places"]]))
-    console.print(sampled["definition"], style="dim")
-
-
-def fit_text(fit: Json) -> str:
-    """The numbers of one configuration's distribution test."""
-    drawn = f"{fit['samples']:,} samples at {fit['places']} place(s), {fit['drafts']:,} drafts verified"
-    if fit["p_value"] is None:
-        return f"0 degrees of freedom, {fit['impossible']} impossible; {drawn}"
-    return (
-        f"p = {fit['p_value']:.3g} (chi-square {fit['statistic']:.1f}, {fit['degrees']} degrees of freedom), "
-        f"p <= {fit['p_named']:.3g} for the named defects, {fit['impossible']} impossible; {drawn}, "
-        f"{fit['accepted']:,} accepted"
-    )
-
-
-def _power_table(fit: Json, places: list[str]) -> Table:
-    """The probability with which each named defect would have been found, everywhere and at each place alone."""
-    table = Table(
-        "would have been found",
-        "everywhere",
-        *places,
-        caption="probability if the defect is everywhere; if it is at that place alone",
-        caption_justify="left",
-    )
-    for power in fit["powers"]:
-        table.add_row(power["defect"], *(f"{chance:.2f}" for chance in (power["everywhere"], *power["places"])))
-    return table

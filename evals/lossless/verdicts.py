@@ -60,6 +60,14 @@ class ConfigurationFit:
 
 def exact_fit(arm: Configuration, evidence: Sequence[Evidence], drawn: Sequence[Sampled]) -> ConfigurationFit:
     """The test against exact probabilities. evidence, drawn: of each place."""
+    p_named, found = named(evidence)
+    chi = [(one.statistic, one.degrees) for one in evidence]
+    return _fit(arm, drawn, chi, sum(one.impossible for one in evidence), p_named, found)
+
+
+def named(evidence: Sequence[Evidence]) -> tuple[float, np.ndarray]:
+    """The likelihood ratios of the named defects against exact probabilities: p-value, and [1 + places, D] powers, the
+    first for all places together."""
     from scipy.special import logsumexp
 
     shares = _shares(len(evidence))
@@ -68,9 +76,7 @@ def exact_fit(arm: Configuration, evidence: Sequence[Evidence], drawn: Sequence[
     mean, variance = (_with_total([one.wrong[moment] for one in evidence]) for moment in (0, 1))
     # A likelihood ratio that is large enough, or an impossible token.
     missed = 1 - _exceeds(np.log(2 / ALPHA) + shares, mean, variance)
-    found = 1 - missed * np.exp(-_with_total([one.outside for one in evidence]))
-    chi = [(one.statistic, one.degrees) for one in evidence]
-    return _fit(arm, drawn, chi, sum(one.impossible for one in evidence), p_named, found)
+    return p_named, 1 - missed * np.exp(-_with_total([one.outside for one in evidence]))
 
 
 def compared_fit(

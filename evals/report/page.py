@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from rich.console import Console
 
 from evals.acceptance.metrics import METRICS
 from evals.acceptance.summary import Json
 from evals.errors import require
-from evals.report.terminal import advice, cautions, groupings, headline, metric_parts, predicted, show, untried
+from evals.report.terminal import (
+    advice,
+    cautions,
+    groupings,
+    headline,
+    metric_parts,
+    predicted,
+    show,
+    template,
+    untried,
+)
 
 _COLOURS = ("#2f6f9f", "#c8742c", "#4d8b57", "#8b5a9b", "#a8484e", "#6b6b6b")
 _BARS = "Bars at the points: the intervals defined at the top of the page."
@@ -176,7 +184,7 @@ def render(document: Json) -> str:
     """The page as HTML text."""
     settings = document["provenance"]["settings"]
     targets = sorted({str(model["target"]) for model in settings["models"].values()})
-    return _template("report", value=partial(show, questions=document["arms"][0]["questions"])).render(
+    return template("report.html", value=partial(show, questions=document["arms"][0]["questions"])).render(
         document=document,
         settings=settings,
         metrics=METRICS.values(),
@@ -192,25 +200,11 @@ def render(document: Json) -> str:
     )
 
 
-def render_certificate(document: Json, print_it: Callable[[Console, Json], None]) -> str:
-    """The page of a certificate as HTML text. print_it: shows its checks on a terminal, as the page does."""
-    console = Console(record=True, width=150, file=io.StringIO())
-    print_it(console, document)
-    return _template("certificate").render(
-        document=document,
-        title=f"Certificate of {document['options']['target']}",
-        printed=console.export_html(code_format="<pre>{code}</pre>", inline_styles=True),
-        provenance=json.dumps(document, indent=2, ensure_ascii=False),
-    )
-
-
-def _template(name: str, **filters: Any) -> Template:
-    loader = PackageLoader("evals", "report/templates")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
-    )
-    environment.filters.update(filters)
-    return environment.get_template(f"{name}.html.j2")
+def render_certificate(document: Json) -> str:
+    """The page of a certificate as HTML text."""
+    provenance = json.dumps(document, indent=2, ensure_ascii=False)
+    title = f"Certificate of {document['options']['target']}"
+    return template("certificate.html").render(document=document, title=title, provenance=provenance)
 
 
 def _pictures(document: Json) -> list[Picture]:

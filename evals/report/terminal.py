@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
@@ -14,6 +16,27 @@ from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import FEW, Json
 from evals.runs.answers import Answer
 from specdec.requests.stats import pool
+
+
+def template(name: str, **filters: Any) -> Template:
+    """The page or text of this name, as "lossless.txt"."""
+    loader = PackageLoader("evals", "report/templates")
+    made = Environment(
+        autoescape=name.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=loader,
+    )
+    made.filters.update(filters)
+    return made.get_template(f"{name}.j2")
+
+
+def print_text(console: Console, name: str, document: Json) -> None:
+    """Print a document by the template of this name, and its verdict in colour."""
+    style = {"PASS": "green", "FAIL": "red"}.get(document["verdict"], "yellow")
+    for line in template(f"{name}.txt").render(document=document).splitlines():
+        console.print(line, style=style if document["verdict"] in line else None, soft_wrap=True)
 
 
 def headline(document: Json) -> str:
