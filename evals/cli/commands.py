@@ -190,8 +190,7 @@ def lossless(**options: Any) -> None:
 @click.argument("head", type=names.draft_name, default="auto")
 @option(
     "--answers",
-    "Audit these of another engine instead: JSON lines of prompt (text or ids), tokens (ids), temperature, top_k, top_p "
-    "and min_p.",
+    "Audit another engine's: JSON lines of prompt (text or ids), tokens (ids), temperature, top_k, top_p, min_p.",
     FILE,
 )
 @load_options(offered("eval", {**shared.OWN_NAMES, "sampling": ""}))
@@ -218,21 +217,20 @@ def certify(target: str, head: str, answers: Path | None, **options: Any) -> Non
     from evals.lossless.audit import audit
     from evals.lossless.certificate import certificate, certified, sealed
     from evals.report.page import render_certificate
+    from evals.runs.conversations import Worker
 
-    rules = {}
     ks = options["ks"] or (shared.OWN_K,)
     plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
-    if answers is not None:
-        spec = shared.make_spec({**options, "sampling": SAMPLING[0]}, None, 0)
-        with shared.open_executor({"main": spec}) as executor:
-            document = sealed(executor.on_one(lambda worker: audit(worker, answers)), given)
-    else:
-        for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
-            spec = shared.make_spec({**options, "sampling": rule}, head, max(ks))
-            with _loaded({"main": spec}, plan) as (worker, own):
-                rules[rule] = certified(worker, own, options["samples"], options["sample_prompts"])
-                worker.models["main"].close()
-        document = certificate(rules, given)
+    rules, found = {}, {}
+    for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
+        spec = shared.make_spec({**options, "sampling": rule}, None if answers else head, 0 if answers else max(ks))
+        worker = Worker({"main": spec})
+        if answers is not None:
+            found = audit(worker, answers)
+            break
+        rules[rule] = certified(worker, _decided(plan, worker), options["samples"], options["sample_prompts"])
+        worker.models["main"].close()
+    document = sealed(found, given) if found else certificate(rules, given)
     _finish(options, document, "certificate", page=render_certificate(document))
 
 
@@ -288,7 +286,8 @@ def _begun(
     progress bar."""
     from evals.acceptance.acceptance import settings
 
-    with _loaded(specs, plan, options["ray"], options["workers"]) as (executor, plan):
+    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
+        plan = _decided(plan, executor)
         if "budget" in options:
             plan = _within_budget(options, executor, plan)
         asked = len(plan.data.questions) * plan.repeats
@@ -297,15 +296,11 @@ def _begun(
             yield executor, plan, *kept
 
 
-@contextmanager
-def _loaded(
-    specs: dict[str, ModelSpec], plan: Plan, ray: str | None = None, workers: int = shared.DEFAULT_WORKERS
-) -> Iterator[tuple[Any, Plan]]:
-    """The models, and the plan with chat template and K decided."""
-    with shared.open_executor(specs, ray, workers) as executor:
-        facts = executor.facts()
-        arms = tuple(shared.settle_k(arm, facts) for arm in plan.arms)
-        yield executor, replace(plan, arms=arms, asking=shared.settle(plan.asking, facts))
+def _decided(plan: Plan, executor: Executor) -> Plan:
+    """With chat template and K as the loaded models have them."""
+    facts = executor.facts()
+    arms = tuple(shared.settle_k(arm, facts) for arm in plan.arms)
+    return replace(plan, arms=arms, asking=shared.settle(plan.asking, facts))
 
 
 def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None:

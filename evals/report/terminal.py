@@ -33,10 +33,8 @@ def template(name: str, **filters: Any) -> Template:
 
 
 def print_text(console: Console, name: str, document: Json) -> None:
-    """Print a document by the template of this name, and its verdict in colour."""
-    style = {"PASS": "green", "FAIL": "red"}.get(document["verdict"], "yellow")
-    for line in template(f"{name}.txt").render(document=document).splitlines():
-        console.print(line, style=style if document["verdict"] in line else None, soft_wrap=True)
+    """Print a document by the template of this name."""
+    console.print(template(f"{name}.txt").render(document=document), end="", markup=False, soft_wrap=True)
 
 
 def headline(document: Json) -> str:

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
 from benchmarks.document import publish
+from evals.lossless.greedy import noise_at
 from specdec import SamplingParams, SpeculativeModel
-from specdec.requests.noise import gumbel
-from specdec.rounds.randomness import Role, position_bits, request_key
+from specdec.rounds.randomness import request_key
 from tests import fakes
 from tests.hybrids import RecallHead, tiny_hybrid
 from tests.mtp_cases import tiny
@@ -103,10 +102,7 @@ class Law:
         found = []
         for place in places:
             length = len(prompt) + place
-            seed = position_bits(
-                np.array([request_key(params.seed or 0, 0)], np.uint64), np.array([length]), Role.TOKEN
-            ).view(np.int64)
-            noise = gumbel(torch.from_numpy(seed), torch.arange(logits.shape[1])).double()
+            noise = noise_at(request_key(params.seed or 0, 0), length, logits.shape[1])
             best = float("inf")
             for scale in (1.0, 1 + EDGE, 1 - EDGE):
                 own = {name: value * scale if name in ("top_p", "min_p", "typical_p", "epsilon_cutoff") else value
