@@ -179,7 +179,7 @@ def _run(prepared: Prepared, options: Options) -> None:
 def _print(console: Console, document: Json) -> None:
     from rich.table import Table
 
-    from evals.report.terminal import print_definitions, show
+    from evals.report.terminal import print_text, show
 
     alone, fast = (arm["name"] for arm in document["arms"])
     table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
@@ -187,26 +187,11 @@ def _print(console: Console, document: Json) -> None:
         names = (row["task"], f"{row['metric']}, {row['filter']}")
         table.add_row(*names, _right(row, "right_a"), _right(row, "right_b"), *_compared(row))
     console.print(table)
-    same, arm = document["identical"], document["arms"][1]
-    console.print(f"identical answers: {same['identical']} of {same['questions']}")
-    if not _untested(document):
-        console.print(f"τ, pooled over rounds: {show(arm['metrics']['tau'])}")
-    speedup, void = {"low": None, **arm["timing"]["speedup"]}, document["timing"]["void"]
-    console.print(
-        f"speed-up: not shown, {void}" if void else f"speed-up: {show(speedup, 2)} (one pass, all prompts read)"
-    )
-    for name, cached in document["timing"]["prefix_cache"].items():
-        tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens found in the prefix cache"
-        console.print(f"{name}: {tokens if cached['prompt_tokens'] else 'all answers kept from an earlier start'}")
-    for row in document["scores"]:
-        if not row["right_a"] + row["right_b"]:
-            text = "no question is right in either arm, so equal scores show little"
-            console.print(f"{row['task']}, {row['filter']}: {text}", style="bold yellow")
-    if _untested(document):
-        text = "NOT TESTED: no draft was verified; raise --max-new-tokens"
-        console.print(text, style="bold yellow")
+    speedup = {"low": None, **document["arms"][1]["timing"]["speedup"]}
     shown = ("tau", "speedup", "mcnemar", "accuracy_interval", "interval")
-    print_definitions(console, {key: document["definitions"][key] for key in shown})
+    definitions = {key: document["definitions"][key] for key in shown}
+    values = {"show": show, "speedup": speedup, "untested": _untested(document), "definitions": definitions}
+    print_text(console, "accuracy", document=document, **values)
 
 
 def _right(row: Json, side: str) -> str:

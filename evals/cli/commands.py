@@ -18,7 +18,7 @@ from evals.cli import eval_options as shared
 from evals.cli.eval_options import Options
 from evals.errors import require
 from evals.runs.verdict import Verdict
-from specdec.cli.options import COUNT, FILE, examples, load_options, offered, option
+from specdec.cli.options import COUNT, FILE, added, examples, load_options, offered, option
 from specdec.config import SAMPLING
 from specdec.loading import names
 
@@ -34,6 +34,24 @@ if TYPE_CHECKING:
     from evals.runs.store import RunStore
 
 EXIT_FAILED = 1
+_CERTIFIED = {
+    "data": "arithmetic",
+    "limit": 20,
+    "max_new_tokens": 64,
+    "samples": 500,
+    "output": Path("certificate.json"),
+}
+"""Defaults of a certificate, which takes minutes with these."""
+_check_options = added(
+    (
+        shared.data_options,
+        shared.ks_option,
+        shared.greedy_options,
+        option("--samples", "Samples per place and configuration.", click.IntRange(100), 1000),
+        option("--sample-prompts", "Places of each trial.", COUNT, 2),
+        shared.output_option,
+    )
+)
 _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0), 1)
 
 
@@ -47,7 +65,7 @@ _WARMUP = option("--warmup", "Passes that are not measured.", click.IntRange(0),
 )
 @shared.model_options
 @shared.draft_option
-@shared.data_options()
+@shared.data_options
 @shared.ks_option
 @shared.asking_options
 @_WARMUP
@@ -102,7 +120,7 @@ def acceptance(**options: Any) -> None:
 @click.argument("b")
 @shared.model_options
 @option("--draft", "The head of a side that names none.", default="auto")
-@shared.data_options()
+@shared.data_options
 @option("-k --num-speculative-tokens --k default_k", f"K of a side that names none; {shared.K_HELP}.", COUNT)
 @shared.asking_options
 @_WARMUP
@@ -147,14 +165,9 @@ def compare(a: str, b: str, **options: Any) -> None:
 )
 @shared.model_options
 @shared.draft_option
-@shared.data_options()
-@shared.ks_option
-@shared.greedy_options()
+@_check_options
 @option("--mode", None, click.Choice(["both", "greedy", "sampled"]), "both")
-@option("--samples", "Samples per place and configuration.", click.IntRange(100), 1000)
-@option("--sample-prompts", "Places of each trial.", COUNT, 2)
 @option("--budget", "Most minutes: as many questions and samples as fit.", click.FloatRange(0, min_open=True))
-@shared.output_option
 @shared.run_dir_option
 @shared.ray_options
 def lossless(**options: Any) -> None:
@@ -185,6 +198,7 @@ def lossless(**options: Any) -> None:
         "specdec eval certify gsm-deepseek mtp --sampling keyed -k 3 --output c.json --report c.html",
         "specdec eval certify gsm-llama --answers answers.jsonl --dtype float32",
     ),
+    context_settings={"default_map": _CERTIFIED},
 )
 @click.argument("target", type=names.model_name)
 @click.argument("head", type=names.draft_name, default="auto")
@@ -195,13 +209,8 @@ def lossless(**options: Any) -> None:
 )
 @load_options(offered("eval", {**shared.OWN_NAMES, "sampling": ""}))
 @option("--sampling", "Rules of sampling that are certified.", click.Choice(["both", *SAMPLING]), "both")
-@shared.data_options("arithmetic", limit=20)
-@shared.ks_option
-@shared.greedy_options(64)
-@option("--samples", "Samples per place and configuration.", click.IntRange(100), 500)
-@option("--sample-prompts", "Places of each trial.", COUNT, 2)
-@option("--output", "The JSON document.", shared.FILE, "certificate.json")
-@option("--report", "The HTML page.", shared.FILE, "certificate.html")
+@_check_options
+@option("--report", "Write the page here.", shared.FILE, "certificate.html")
 def certify(target: str, head: str, answers: Path | None, **options: Any) -> None:
     """Certify that speculation changes nothing, on this machine with these options: PASS (exit code 0), FAIL (1) or
     NOT TESTED (3).
@@ -209,7 +218,6 @@ def certify(target: str, head: str, answers: Path | None, **options: Any) -> Non
     Greedy and keyed answers and their log-probabilities are equal with and without speculation, sampled ones have the
     target's distribution, the noise of keyed sampling is independent, and each check finds defects that are planted.
     """
-    given = {"target": target, "head": head, **options}
     options.update(temperature=0.0, top_k=0, top_p=1.0, model=target, draft=head)
     require("scipy", "eval")
     data = _data(options)
@@ -221,16 +229,19 @@ def certify(target: str, head: str, answers: Path | None, **options: Any) -> Non
 
     ks = options["ks"] or (shared.OWN_K,)
     plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
-    rules, found = {}, {}
-    for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
-        spec = shared.make_spec({**options, "sampling": rule}, None if answers else head, 0 if answers else max(ks))
-        worker = Worker({"main": spec})
-        if answers is not None:
-            found = audit(worker, answers)
-            break
-        rules[rule] = certified(worker, _decided(plan, worker), options["samples"], options["sample_prompts"])
-        worker.models["main"].close()
-    document = sealed(found, given) if found else certificate(rules, given)
+
+    def loaded(rule: str, draft: str | None, k: int) -> Worker:
+        return Worker({"main": shared.make_spec({**options, "sampling": rule}, draft, k)})
+
+    if answers is not None:
+        document = sealed(audit(loaded(SAMPLING[0], None, 0), answers), options)
+    else:
+        rules = {}
+        for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
+            worker = loaded(rule, head, max(ks))
+            rules[rule] = certified(worker, _decided(plan, worker), options["samples"], options["sample_prompts"])
+            worker.models["main"].close()
+        document = certificate(rules, options)
     _finish(options, document, "certificate", page=render_certificate(document))
 
 
@@ -347,7 +358,7 @@ def _finish(options: Options, document: Json, text: str, **more: Any) -> None:
     from specdec.cli.tables import make_console
 
     console = make_console()
-    print_text(console, text, document)
+    print_text(console, text, document=document)
     end(console, options, document, **more)
     sys.exit(Verdict(document["verdict"]).exit_code)
 

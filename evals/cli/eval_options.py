@@ -70,18 +70,17 @@ draft_option = option(
     "auto",
 )
 
-
-def data_options(default: str | None = None, limit: int | None = None) -> Callable[[Any], Any]:
-    """The questions, with a set that is taken where none is given."""
-    said = "mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name."
-    return added(
-        (
-            option("--data", said, default=default, required=default is None),
-            option("--data-dir", "Folder with the known sets; default $SPECDEC_DATA.", FOLDER),
-            option("--limit", "Take N questions, spread evenly over the set.", COUNT, limit),
-        )
+data_options = added(
+    (
+        option(
+            "--data",
+            "mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name.",
+            required=True,
+        ),
+        option("--data-dir", "Folder with the known sets; default $SPECDEC_DATA.", FOLDER),
+        option("--limit", "Take N questions, spread evenly over the set.", COUNT),
     )
-
+)
 
 K_HELP = "default the draft's own: 5 of a head, 8 of lookup, what pays of a small model"
 OWN_K = -1
@@ -106,13 +105,7 @@ def max_new_tokens_option(default: int = 512) -> Callable[[Any], Any]:
 
 
 asking_options = added((max_new_tokens_option(), TEMPERATURE, TOP_K, TOP_P, *_ASKED, batch_size_option(1)))
-
-
-def greedy_options(longest: int = 512) -> Callable[[Any], Any]:
-    """How greedy questions are sent. longest: --max-new-tokens by default."""
-    return added((max_new_tokens_option(longest), *_ASKED, batch_size_option(32)))
-
-
+greedy_options = added((max_new_tokens_option(), *_ASKED, batch_size_option(32)))
 output_option = option("--output", "Write the JSON document here.", FILE)
 run_dir_option = option("--run-dir", "Folder of the run; default runs/<hash of its settings>.", FOLDER)
 
@@ -186,9 +179,7 @@ def make_spec(options: Options, draft: str | None, k: int) -> ModelSpec:
 
 
 @contextmanager
-def open_executor(
-    specs: Mapping[str, ModelSpec], ray: str | None = None, workers: int = DEFAULT_WORKERS
-) -> Iterator[Executor]:
+def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int) -> Iterator[Executor]:
     """The models in this process, or on Ray workers.
 
     Raises:

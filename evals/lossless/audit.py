@@ -50,30 +50,33 @@ def audit(worker: Worker, path: Path) -> Json:
             greedy += 1
             logits = replay.all_logits([*prompt, *tokens])[len(prompt) - 1 : -1].double()
             best = logits.amax(-1)
-            lacks = best - logits.gather(1, torch.tensor([tokens]).T)[:, 0]
-            for i in lacks.nonzero()[:, 0].tolist():
-                allowed = bool(lacks[i] < tolerance_of(dtype, float(best[i])))
-                behind.append({"place": place, "token": i, "behind": float(lacks[i]), "allowed": allowed})
+            lacks = (best - logits.gather(1, torch.tensor([tokens]).T)[:, 0]).tolist()
+            limit = tolerance_of(dtype, float(best.min()))
+            behind += [
+                {"token": f"{place}, token {i}", "behind": lack, "allowed": lack < limit}
+                for i, lack in enumerate(lacks)
+                if lack
+            ]
         else:
             own = Sampling(1, len(tokens), *(getattr(params, name) for name in _SAMPLING))
             text = np.array([[prompt[-1], *tokens]])
             nodes = NodesAt(replay, tuple(prompt[:-1]), own)
-            evidence.append(measure(Sampled(text, np.zeros(text.shape, bool)), nodes, dtype == torch.float32))
+            evidence.append(measure(Sampled(text, 0 * text), nodes, dtype == torch.float32))
     verdicts = [Verdict.PASS if all(one["allowed"] for one in behind) else Verdict.FAIL] if greedy else []
     found = {"answers_sha256": digest(path.read_text()), "greedy": greedy, "sampled": len(evidence), "behind": behind}
     if evidence:
         p_named, powers = named(evidence)
         impossible = sum(one.impossible for one in evidence)
-        chances = dict(zip((defect.name for defect in DEFECTS), powers[0].tolist(), strict=True))
+        chances = {defect.name: float(power) for defect, power in zip(DEFECTS, powers[0], strict=True)}
         found |= {"impossible": impossible, "p_named": p_named, "powers": chances, "power": POWER}
-        blind = Verdict.PASS if max(powers[0]) >= POWER else Verdict.NOT_TESTED
+        blind = Verdict.PASS if powers[0].max() >= POWER else Verdict.NOT_TESTED
         verdicts.append(Verdict.FAIL if impossible or p_named <= ALPHA / 2 else blind)
     return {"audit": found, "model": model_facts(worker.facts()["main"]), "verdict": together(verdicts)}
 
 
-def _texts(record: Any, place: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    odd = [name for name in record if name not in _FIELDS]
+def _texts(record: Any, place: str, tokenizer: Any) -> Any:
+    """Prompt and new tokens as ids."""
     prompt, tokens = record.get("prompt"), record.get("tokens")
-    if odd or not prompt or not tokens:
-        raise DataError(f"{place}: give prompt and tokens; allowed are {', '.join(_FIELDS)}, not {odd}")
+    if not prompt or not tokens or set(record) - set(_FIELDS):
+        raise DataError(f"{place}: has {', '.join(record)}; needs prompt and tokens, and may have {', '.join(_FIELDS)}")
     return tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, tokens

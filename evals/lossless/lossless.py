@@ -109,18 +109,13 @@ def check(
     if mode != "sampled":
         document["greedy"] = identity(executor, plan, collect(executor, plan, store, report))
     if mode != "greedy":
-        if is_keyed(facts, plan):
+        if facts[plan.arms[0].model]["engine"]["sampling"] == "keyed":
             document["keyed"] = keyed_identity(executor, plan)
         document["sampled"] = distribution_of(executor, plan, samples, places)
     parts = [document[part] for part in ("greedy", "keyed", "sampled") if part in document]
     document["verdict"] = together(Verdict(part["verdict"]) for part in parts)
     document["passed"] = document["verdict"] is Verdict.PASS
     return document
-
-
-def is_keyed(facts: Json, plan: Plan) -> bool:
-    """Whether the noise of a position decides the tokens of the model."""
-    return bool(facts[plan.arms[0].model]["engine"]["sampling"] == "keyed")
 
 
 def answers_to(executor: Executor, plan: Plan) -> list[Answer]:

@@ -184,7 +184,8 @@ def render(document: Json) -> str:
     """The page as HTML text."""
     settings = document["provenance"]["settings"]
     targets = sorted({str(model["target"]) for model in settings["models"].values()})
-    return template("report.html", value=partial(show, questions=document["arms"][0]["questions"])).render(
+    return template("report.html").render(
+        value=partial(show, questions=document["arms"][0]["questions"]),
         document=document,
         settings=settings,
         metrics=METRICS.values(),
@@ -203,7 +204,7 @@ def render(document: Json) -> str:
 def render_certificate(document: Json) -> str:
     """The page of a certificate as HTML text."""
     provenance = json.dumps(document, indent=2, ensure_ascii=False)
-    title = f"Certificate of {document['options']['target']}"
+    title = f"Certificate of {document['options']['model']}"
     return template("certificate.html").render(document=document, title=title, provenance=provenance)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
@@ -18,23 +19,24 @@ from evals.runs.answers import Answer
 from specdec.requests.stats import pool
 
 
-def template(name: str, **filters: Any) -> Template:
-    """The page or text of this name, as "lossless.txt"."""
-    loader = PackageLoader("evals", "report/templates")
+def template(name: str, **settings: Any) -> Template:
+    """The page or text of this name, as "lossless.txt". settings: of jinja's environment."""
     made = Environment(
         autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        loader=loader,
+        keep_trailing_newline=True,
+        loader=PackageLoader("evals", "report/templates"),
+        **settings,
     )
-    made.filters.update(filters)
     return made.get_template(f"{name}.j2")
 
 
-def print_text(console: Console, name: str, document: Json) -> None:
-    """Print a document by the template of this name."""
-    console.print(template(f"{name}.txt").render(document=document), end="", markup=False, soft_wrap=True)
+def print_text(console: Console, name: str, **values: Any) -> None:
+    """Print the text of this name; values have no markup."""
+    text = template(f"{name}.txt", finalize=lambda value: escape(str(value))).render(values)
+    console.print(text, end="", highlight=False, soft_wrap=True)
 
 
 def headline(document: Json) -> str:
@@ -168,21 +170,9 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"], arms[0]["questions"]))
-    _print_identity(console, arms)
-    for failure in document["failures"]:
-        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
-    for name in document["not_measured"]:
-        text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
-        console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow")
-    for text in cautions(document):
-        console.print(text, style="yellow")
-    if explain:
-        definitions = document["definitions"].items()
-        named = {METRICS[key].label if key in METRICS else key.replace("_", " "): text for key, text in definitions}
-        print_definitions(console, named)
-    else:
-        text = "what each number means: --explain; [low, high]: 95 % interval over the questions"
-        console.print(text, style="dim", markup=False)
+    definitions = document["definitions"].items() if explain else ()
+    named = {METRICS[key].label if key in METRICS else key.replace("_", " "): text for key, text in definitions}
+    print_text(console, "acceptance", document=document, cautions=cautions(document), definitions=named)
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:
@@ -312,18 +302,3 @@ def _difference_table(found: Json, questions: int) -> Table:
         label, digits = (metric.label, metric.digits) if metric else ("speed, ratio of totals", 3)
         table.add_row(label, show(value, digits, questions))
     return table
-
-
-def _print_identity(console: Console, arms: Sequence[Json]) -> None:
-    for arm in arms:
-        found = arm["identical_to_target_alone"]
-        if found is not None and arm["k"] and sum(arm["histogram"]):
-            console.print(
-                f"{arm['name']}: {found['identical']} of {found['questions']} answers equal the target alone's"
-            )
-
-
-def print_definitions(console: Console, definitions: Mapping[str, str]) -> None:
-    """Print what each number means."""
-    for name, sentence in definitions.items():
-        console.print(f"[bold]{name}[/bold]: {sentence}", style="dim")

@@ -60,7 +60,7 @@ def rule(sampling: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_certificate_of_the_built_in_pair_passes_and_finds_what_is_planted() -> None:
     rules = {sampling: rule(sampling) for sampling in ("rejection", "keyed")}
-    document = certificate(rules, {"target": "gsm-llama"})
+    document = certificate(rules, {"model": "gsm-llama"})
     assert document["verdict"] == "PASS" and not document["void"]
     assert all(planted["found"] for one in rules.values() for planted in one["planted"])
     assert len(rules["keyed"]["planted"]) == len(PLANTED) and len(rules["rejection"]["planted"]) == 2
@@ -119,17 +119,19 @@ def test_a_certificate_that_misses_a_planted_defect_is_void() -> None:
     found: dict[str, Any] = {
         "settings": {"models": {"main": {"device": "cuda", "dtype": "bfloat16", "backend": "flashinfer"}}},
         "greedy": {"verdict": Verdict.PASS, "logprob_limit": None},
-        "sampled": {"verdict": Verdict.NOT_TESTED, "arms": [{"powers": [{"defect": "min_p", "everywhere": 0.5}]}]},
+        "sampled": {
+            "verdict": Verdict.NOT_TESTED,
+            "arms": [{"arm": "K=3", "powers": [{"defect": "min_p", "everywhere": 0.5}]}],
+        },
         "planted": [{"check": "greedy", "defect": "any", "found": False}],
         "verdict": Verdict.PASS,
     }
     document = certificate({"rejection": found}, {"target": "any"})
     assert document["void"] and document["verdict"] == "FAIL"
-    missing = [text.removeprefix("sampling=rejection: ") for text in document["not_covered"][:-1]]
-    assert missing == [
-        "equal log-probabilities; flashinfer in bfloat16 rounds by the batch's shape",
-        "sampled",
-        "min_p",
+    assert document["not_covered"][:-1] == [
+        "sampling=rejection: equal log-probabilities; flashinfer in bfloat16 rounds by the batch's shape",
+        "sampling=rejection: the distribution",
+        "sampling=rejection, K=3: min_p",
     ]
     right = certificate({"rejection": found | {"planted": []}}, {"target": "any"})
     assert right["verdict"] == "PASS" and right["sha256"] != document["sha256"]
