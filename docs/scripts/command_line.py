@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
@@ -48,7 +48,8 @@ def _section(path: str, command: click.Command) -> str:
     usage = " ".join([path, *arguments, *(["[options]"] if options else [])])
     parts = [f"## {path}\n", f"{_plain(said)}\n", f"`{usage}`\n"]
     if options:
-        rows = [f"| {', '.join(f'`{name}`' for name in names(one))} | {_told(one)} |" for one in options]
+        own = command.context_settings.get("default_map", {})
+        rows = [f"| {', '.join(f'`{name}`' for name in names(one))} | {_told(one, own)} |" for one in options]
         parts += ["| option | |", "|---|---|", *rows, ""]
     return "\n".join(parts)
 
@@ -58,8 +59,8 @@ def names(option: click.Option) -> list[str]:
     return [*option.opts, *option.secondary_opts]
 
 
-def _told(option: click.Option) -> str:
-    default = option.default
+def _told(option: click.Option, own: Mapping[str, object]) -> str:
+    default = own.get(option.name or "", option.default)
     shown = option.show_default and isinstance(default, str | int | float) and not isinstance(default, bool)
     return _plain((option.help or "").strip()) + (f" Default: `{default}`." if shown else "")
 

@@ -39,7 +39,7 @@ _CERTIFIED = {
     "limit": 20,
     "max_new_tokens": 64,
     "samples": 500,
-    "output": Path("certificate.json"),
+    "output": "certificate.json",
 }
 """Defaults of a certificate, which takes minutes with these."""
 _check_options = added(

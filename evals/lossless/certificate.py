@@ -26,6 +26,7 @@ from evals.lossless.verdicts import POWER
 from evals.runs.conversations import Worker
 from evals.runs.executor import Plan
 from evals.runs.verdict import Verdict, together
+from specdec.engine import admission
 from specdec.interrupts import interrupts_as_they_are
 from specdec.requests import noise
 from specdec.requests.noise import gumbel
@@ -86,7 +87,7 @@ PLANTED: tuple[tuple[str, str, Any, str, Any], ...] = (
         "noise_seeds",
         lambda keys, at: noise_seeds(keys, at // 2),
     ),
-    ("streams", "sample index left out", randomness, "request_key", lambda seed, _: request_key(seed, 0)),
+    ("streams", "sample index left out", admission, "request_key", lambda seed, _: request_key(seed, 0)),
     ("streams", "noise of 24 bits", noise, "gumbel", lambda *of: -(-torch.rand_like(gumbel(*of)).log()).log()),
 )
 """Defects: the check that must see each, its name, and a function in place of a module's, or a change for `changed`."""
@@ -112,7 +113,7 @@ def certified(worker: Worker, plan: Plan, samples: int, places: int) -> Json:
 
 def _check(name: str, worker: Worker, plan: Plan, samples: int, places: int) -> Json:
     if name == "streams":
-        return noise_streams()
+        return noise_streams(worker, plan)
     if name == "sampled":
         return distribution_of(worker, plan, samples, places)
     found = keyed_identity(worker, plan) if name == "keyed" else identity(worker, plan, answers_to(worker, plan))

@@ -10,7 +10,6 @@ replayed by transformers alone; the first comes from the prompt's forward pass, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,11 +126,6 @@ class Search:
     spots: tuple[Spot, ...]
     questions: int
     positions: int
-
-    def __str__(self) -> str:
-        counts = Counter((spot.trial, spot.sampling.temperature) for spot in self.spots)
-        found = "; ".join(f"{name}: {count} place(s) at temperature {t:g}" for (name, t), count in counts.items())
-        return f"{self.positions} tokens of {self.questions} greedy answers read; {found or 'no open place'}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The noise of `sampling="keyed"`: its law, that its streams are independent, and how fine it is where tokens win.
+"""The noise of `sampling="keyed"`: that its streams are independent, and how fine it is where tokens win.
 
-Eight equally probable tokens are drawn in pairs: at neighbouring positions, of two samples, of two requests. All pairs
-must be equally frequent, so that a wrong law is seen as well as noise that is used twice.
+At a temperature where all tokens are equally probable the noise alone decides, so that two tokens are the same as often
+as there are tokens in the vocabulary. Noise that is used twice gives the same token twice: at neighbouring positions,
+in two samples of a seed, or in two requests.
 """
 
 from __future__ import annotations
@@ -9,41 +10,52 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evals.lossless.verdicts import ALPHA, POWER
+from evals.lossless.verdicts import ALPHA
+from evals.runs.conversations import Worker, prompt_of
+from evals.runs.executor import Plan
 from evals.runs.verdict import Verdict
 from specdec.requests import noise
-from specdec.rounds import randomness
+from specdec.requests.sampling import SamplingParams
 from specdec.values import Json
 
-_IDS, _REQUESTS, _POSITIONS, _WINNERS = 8, 16, 4096, 1024
+_REQUESTS, _TOKENS, _WINNERS = 64, 16, 1024
 _MOST_REPEATED = 5
 """Equal values among the winners: one or two of noise that keeps its exponent, a hundred of noise of 24 bits."""
 
 
-def noise_streams() -> Json:
-    """Test the library's noise: chi-square of each kind of pairs, right noise fails with probability ALPHA at most.
+def noise_streams(worker: Worker, plan: Plan) -> Json:
+    """Test the tokens of a keyed model with drafts, and the noise itself. Right ones fail with probability ALPHA.
 
-    least_share: pairs with the same noise, as a share of all, that would be found with probability POWER.
+    equal: of each kind of pairs how many are equal, how many pairs there are, and how many equal ones are allowed.
     """
-    from scipy.special import chdtri, chndtrinc
-    from scipy.stats import chisquare
+    from scipy.stats import binom
 
-    keys = [[randomness.request_key(seed, sample) for seed in range(_REQUESTS)] for sample in (0, 1)]
-    seeds = randomness.noise_seeds(np.array(keys, np.uint64)[..., None], np.arange(_POSITIONS))
-    drawn = noise.gumbel(torch.from_numpy(seeds)[..., None], torch.arange(_IDS)).argmax(-1).numpy()
+    model = worker.models["main"]
+    prompt = prompt_of(model.tokenizer, plan.data.questions[0], plan.asking)
+    each = [
+        SamplingParams(
+            max_new_tokens=_TOKENS,
+            temperature=1e6,  # all tokens are equally probable
+            n=2,
+            ignore_eos=True,
+            seed=seed,
+            num_speculative_tokens=plan.arms[-1].k,
+        )
+        for seed in range(_REQUESTS)
+    ]
+    done = model.generate([prompt] * _REQUESTS, each)
+    drawn = np.array([one.token_ids for one in done]).reshape(_REQUESTS, 2, _TOKENS)
     kinds = {
-        "neighbouring positions": drawn[..., ::2] * _IDS + drawn[..., 1::2],
-        "samples of one seed": drawn[0] * _IDS + drawn[1],
-        "neighbouring seeds": drawn[:, ::2] * _IDS + drawn[:, 1::2],
+        "neighbouring positions": drawn[..., 1:] == drawn[..., :-1],
+        "samples of one seed": drawn[:, 0] == drawn[:, 1],
+        "neighbouring seeds": drawn[1:] == drawn[:-1],
     }
-    p_values = {
-        kind: float(chisquare(np.bincount(pairs.ravel(), minlength=_IDS**2)).pvalue) for kind, pairs in kinds.items()
+    chance = 1 / model.hf_model.config.get_text_config().vocab_size
+    equal = {
+        kind: (int(found.sum()), found.size, int(binom.isf(ALPHA / len(kinds), found.size, chance)))
+        for kind, found in kinds.items()
     }
-    level, degrees = ALPHA / len(kinds), _IDS**2 - 1
-    # A share s of equal pairs adds s² (ids - 1) a pair to what chi-square is expected to be.
-    lacking = chndtrinc(chdtri(degrees, level), degrees, 1 - POWER) / (_IDS - 1) / (_REQUESTS * _POSITIONS)
     best = noise.gumbel(torch.tensor([[5]]), torch.arange(2**22))[0].topk(_WINNERS).values
     repeated = _WINNERS - len(best.unique())
-    is_wrong = repeated >= _MOST_REPEATED or min(p_values.values()) <= level
-    verdict = Verdict.FAIL if is_wrong else Verdict.PASS
-    return {"p_values": p_values, "least_share": float(lacking**0.5), "repeated": repeated, "verdict": verdict}
+    is_wrong = repeated >= _MOST_REPEATED or any(count > most for count, _, most in equal.values())
+    return {"equal": equal, "repeated": repeated, "verdict": Verdict.FAIL if is_wrong else Verdict.PASS}

@@ -150,7 +150,6 @@ def distribution_of(executor: Executor, plan: Plan, samples: int, places: int) -
         "definition": distribution.DEFINITION,
         "alpha": verdicts.ALPHA,
         "power": verdicts.POWER,
-        "searched": str(found),
         "questions": found.questions,
         "positions": found.positions,
         "places": [{"name": str(spot), **asdict(spot)} for spot in found.spots],

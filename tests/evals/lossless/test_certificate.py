@@ -88,6 +88,12 @@ def reused(self: SamplingRound, places: int) -> np.ndarray:
     return noise_seeds(self.keys[:, None], (self.first[:, None] + np.arange(places)) // 2)
 
 
+def coarse(seeds: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Noise of uniforms with 24 bits."""
+    w = -torch.expm1(-(-gumbel(seeds, ids)).exp())
+    return -(-torch.log1p(-(w * 2**24).ceil() / (2**24 + 1))).log()
+
+
 def hotter(logits: torch.Tensor, sampling: Any) -> torch.Tensor:
     """target_probs of verifications (several tokens a row)."""
     return target_probs(
@@ -99,7 +105,7 @@ DEFECTS: dict[str, tuple[str, Any, str, Any]] = {
     "a draft too many": ("keyed", judge, "accept_greedy", one_too_many),
     "noise of the row": ("keyed", SamplingRound, "seeds", of_the_row),
     "noise used again": ("keyed", SamplingRound, "seeds", reused),
-    "noise of 24 bits": ("keyed", noise, "gumbel", lambda *of: -(-torch.rand_like(gumbel(*of)).log()).log()),
+    "noise of 24 bits": ("keyed", noise, "gumbel", coarse),
     "another temperature": ("rejection", judge, "target_probs", hotter),
 }
 

@@ -135,4 +135,4 @@ def test_nothing_open_gives_no_place() -> None:
     scores = SimpleNamespace(all_logits=lambda ids: logits)
     question = SimpleNamespace(id="q")
     found = search(lambda some: [(question, [1, 2], [5, 6, 7, 8, 4, 9])], scores, [question], 1, trials(100, K))
-    assert found.spots == () and "no open place" in str(found)
+    assert found.spots == ()
