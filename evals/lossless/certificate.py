@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ from evals.lossless.lossless import answers_to, distribution_of, identity, keyed
 from evals.lossless.verdicts import POWER
 from evals.runs.conversations import Worker
 from evals.runs.executor import Plan
+from evals.runs.store import versions
 from evals.runs.verdict import Verdict, together
+from specdec.config import SAMPLING
 from specdec.engine import admission
 from specdec.interrupts import interrupts_as_they_are
 from specdec.requests import noise
@@ -42,19 +43,17 @@ _ELSE = (
 )
 
 
-def changed(model: Any, change: Callable[..., SamplingParams] | None) -> Any:
-    """A model whose speculating requests ask for something else, by their rows; None: they end in a rejected draft."""
-    wrong = copy(model)
+def changed(generate: Any, change: Callable[..., SamplingParams] | None) -> Any:
+    """A `generate` whose speculating requests ask for something else, by their rows, or end in a rejected draft."""
 
-    def generate(prompts: Any, params: Any) -> Any:
+    def wrong(prompts: Any, params: Any) -> Any:
         if isinstance(params, SamplingParams) or not params[0].num_speculative_tokens:
-            return model.generate(prompts, params)
+            return generate(prompts, params)
         if change is not None:
-            return model.generate(prompts, [change(one, row) for row, one in enumerate(params)])
-        done = model.generate(prompts, [replace(one, return_drafts=True) for one in params])
+            return generate(prompts, [change(one, row) for row, one in enumerate(params)])
+        done = generate(prompts, [replace(one, return_drafts=True) for one in params])
         return [replace(one, token_ids=_too_many(one), drafts=None) for one in done]
 
-    wrong.generate = generate
     return wrong
 
 
@@ -96,16 +95,17 @@ PLANTED: tuple[tuple[str, str, Any, str, Any], ...] = (
 @interrupts_as_they_are()
 def certified(worker: Worker, plan: Plan, samples: int, places: int) -> Json:
     """The checks of one loaded model, and which defects they see. For `samples` and `places` see `check`."""
+    model = worker.models["main"]
     params = replace(plan.asking.params, logprobs=2)
     plan = replace(plan, asking=replace(plan.asking, params=params))
-    names = _CHECKS if worker.models["main"].config.keyed else ("greedy", "sampled")
+    names = _CHECKS if model.config.keyed else ("greedy", "sampled")
     found: Json = {name: _check(name, worker, plan, samples, places) for name in names}
     verdict = together(Verdict(part["verdict"]) for part in found.values())
     planted = []
     for name, defect, module, function, wrong in PLANTED:
         if name in names and found[name]["verdict"] is Verdict.PASS:
-            models = {"main": changed(worker.models["main"], wrong)}
-            with patch.object(*((module, function, wrong) if module else (worker, "models", models))):
+            own = (model, "generate", changed(model.generate, wrong))
+            with patch.object(*((module, function, wrong) if module else own)):
                 seen = _check(name, worker, plan, samples, 1)["verdict"] is Verdict.FAIL
             planted.append({"check": name, "defect": defect, "found": seen})
     return {"settings": settings(plan, worker.facts()), **found, "planted": planted, "verdict": verdict}
@@ -130,6 +130,7 @@ def certificate(rules: Json, options: Json) -> Json:
     void = not all(planted["found"] for one in rules.values() for planted in one["planted"])
     verdict = Verdict.FAIL if void else together(one["verdict"] for one in rules.values())
     missing = [text for rule, one in rules.items() for text in _not_covered(f"sampling={rule}", one)]
+    missing += [f"sampling={rule}" for rule in SAMPLING if rule not in rules]
     return sealed({"rules": rules, "void": void, "not_covered": [*missing, _ELSE], "verdict": verdict}, options)
 
 
@@ -139,17 +140,16 @@ def _not_covered(rule: str, found: Json) -> Iterator[str]:
         yield f"{rule}: kernels and graphs of a GPU; this ran on {facts['device']}"
     if found["greedy"]["logprob_limit"] is None:
         yield f"{rule}: equal log-probabilities; {facts['backend']} in {facts['dtype']} rounds by the batch's shape"
-    if found["sampled"]["verdict"] is Verdict.NOT_TESTED:
-        yield f"{rule}: the distribution"
     for fit in found["sampled"]["arms"]:
         blind = [power["defect"] for power in fit["powers"] if power["everywhere"] < POWER]
         yield from (f"{rule}, {fit['arm']}: {defect}" for defect in blind)
 
 
 def sealed(document: Json, options: Json) -> Json:
-    """The document with the options of the command, the commit of this checkout, and its checksum."""
+    """The document with the options of the command, the commit of this checkout, versions and its checksum."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     given = {name: str(value) for name, value in options.items()}
-    whole = {"schema": "specdec.certificate", "schema_version": 1, "commit": commit, "options": given, **document}
+    whole = {"schema": "specdec.certificate", "schema_version": 1, "commit": commit, "versions": versions()}
+    whole |= {"options": given, **document}
     return {**whole, "sha256": digest(whole)}
