@@ -1,4 +1,4 @@
-"""`specdec eval acceptance | compare | lossless`: options in, files and a table out."""
+"""`specdec eval acceptance | compare | lossless | certify`: options in, files and a table out."""
 
 from __future__ import annotations
 

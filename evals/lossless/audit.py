@@ -77,6 +77,8 @@ def audit(worker: Worker, path: Path) -> Json:
 def _texts(record: Any, place: str, tokenizer: Any) -> Any:
     """Prompt and new tokens as ids."""
     prompt, tokens = record.get("prompt"), record.get("tokens")
-    if not prompt or not tokens or set(record) - set(_FIELDS):
-        raise DataError(f"{place}: has {', '.join(record)}; needs prompt and tokens, and may have {', '.join(_FIELDS)}")
-    return tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, tokens
+    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    if not ids or not tokens or set(record) - set(_FIELDS) or {*map(type, [*ids, *tokens])} != {int}:
+        needed = f"needs prompt (text or ids) and tokens (ids), and may have {', '.join(_FIELDS)}"
+        raise DataError(f"{place}: has {', '.join(record)}; {needed}")
+    return ids, tokens
