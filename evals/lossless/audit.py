@@ -44,16 +44,15 @@ def audit(worker: Worker, path: Path) -> Json:
     greedy = 0
     for number, record in read_jsonl(path):
         place = f"{path.name}:{number}"
-        prompt, tokens = _texts(record, place, model.tokenizer)
+        prompt, tokens = _texts(place, record, model.tokenizer)
         params = SamplingParams(**only(record, _SAMPLING))
         if params.greedy:
             greedy += 1
             logits = replay.all_logits([*prompt, *tokens])[len(prompt) - 1 : -1].double()
             best = logits.amax(-1)
             lacks = (best - logits.gather(1, torch.tensor([tokens]).T)[:, 0]).tolist()
-            limit = tolerance_of(dtype, float(best.min()))
             behind += [
-                {"token": f"{place}, token {i}", "behind": lack, "allowed": lack < limit}
+                {"token": f"{place}, token {i}", "behind": lack, "allowed": lack < tolerance_of(dtype, float(best[i]))}
                 for i, lack in enumerate(lacks)
                 if lack
             ]
@@ -74,11 +73,10 @@ def audit(worker: Worker, path: Path) -> Json:
     return {"audit": found, "model": model_facts(worker.facts()["main"]), "verdict": together(verdicts)}
 
 
-def _texts(record: Any, place: str, tokenizer: Any) -> Any:
+def _texts(place: str, record: Any, tokenizer: Any) -> Any:
     """Prompt and new tokens as ids."""
     prompt, tokens = record.get("prompt"), record.get("tokens")
     ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     if not ids or not tokens or set(record) - set(_FIELDS) or {*map(type, [*ids, *tokens])} != {int}:
-        needed = f"needs prompt (text or ids) and tokens (ids), and may have {', '.join(_FIELDS)}"
-        raise DataError(f"{place}: has {', '.join(record)}; {needed}")
+        raise DataError(f"{place}: prompt (text or ids) and tokens (ids) are needed; allowed are {', '.join(_FIELDS)}")
     return ids, tokens

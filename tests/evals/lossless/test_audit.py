@@ -57,13 +57,9 @@ def test_greedy_answers_of_transformers_pass_and_another_token_is_named(tmp_path
 @pytest.mark.parametrize(
     ("row", "error", "message"),
     [
-        ({"prompt": [1, 2]}, DataError, r"a.jsonl:1: has prompt; needs prompt \(text or ids\) and tokens"),
-        (
-            {"prompt": [1], "tokens": [3], "repetition_penalty": 1.1},
-            DataError,
-            r"has prompt, tokens, repetition_penalty; needs",
-        ),
-        ({"prompt": [1], "tokens": ["a"]}, DataError, "has prompt, tokens; needs"),
+        ({"prompt": [1, 2]}, DataError, r"a.jsonl:1: prompt \(text or ids\) and tokens \(ids\) are needed"),
+        ({"prompt": [1], "tokens": [3], "repetition_penalty": 1.1}, DataError, "allowed are prompt, tokens, top_k"),
+        ({"prompt": [1], "tokens": ["a"]}, DataError, "are needed"),
         ({"prompt": [1], "tokens": [3], "top_p": 2.0}, InvalidInputError, "top_p=2.0"),
     ],
 )
