@@ -335,9 +335,8 @@ def sample(model: Any, prompt: Sequence[int], arm: Configuration, sampling: Samp
         ignore_eos=True,
         num_speculative_tokens=arm.k,
     )
-    # Two of each seed: were a seed's samples alike, counts would scatter twice as much as chi-square allows.
-    each = [replace(params, seed=question_seed(arm.k, name, i), n=2) for i in range(sampling.samples // 2)]
-    completions = model.generate([list(prompt)] * len(each), each)
+    each = [replace(params, seed=question_seed(arm.k, name, i)) for i in range(sampling.samples)]
+    completions = model.generate([list(prompt)] * sampling.samples, each)
     rounds = [completion.stats.rounds for completion in completions]
     return Sampled(
         np.array([completion.token_ids[: sampling.tokens] for completion in completions]),

@@ -81,13 +81,13 @@ def test_sampled_answers_of_transformers_pass_and_those_of_another_temperature_f
     prompts = [prompt_of(model.tokenizer, question, asking) for question in load("arithmetic", limit=30).questions]
     worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
 
-    def audited(temperature: float, **stated: Any) -> dict[str, Any]:
+    def audited(actual: float, stated: float) -> dict[str, Any]:
         torch.manual_seed(0)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": 64}
+        sampling = {"do_sample": True, "temperature": actual, "top_k": 0, "max_new_tokens": 64}
         made = [alone.generate(torch.tensor([p]), **sampling)[0].tolist()[len(p) :] for p in prompts]
-        rows = [{"prompt": p, "tokens": ids, **stated} for p, ids in zip(prompts, made, strict=True)]
+        rows = [{"prompt": p, "tokens": ids, "temperature": stated} for p, ids in zip(prompts, made, strict=True)]
         return dict(audit(worker, written(tmp_path / "a.jsonl", rows)))
 
-    right = audited(2.0, temperature=2.0)
+    right = audited(2.0, stated=2.0)
     assert right["verdict"] == "PASS" and right["audit"]["powers"]["temperature 10 % too high"] > 0.95
-    assert audited(2.2, temperature=2.0)["verdict"] == "FAIL"
+    assert audited(2.2, stated=2.0)["verdict"] == "FAIL"
