@@ -229,16 +229,13 @@ def certify(target: str, head: str, answers: Path | None, **options: Any) -> Non
 
     ks = options["ks"] or (shared.OWN_K,)
     plan = Plan(data, sweep(ks), shared.make_asking(options), options["batch_size"], warmup=0)
-
-    def loaded(rule: str, draft: str | None, k: int) -> Worker:
-        return Worker({"main": shared.make_spec({**options, "sampling": rule}, draft, k)})
-
     if answers is not None:
-        document = sealed(audit(loaded(SAMPLING[0], None, 0), answers), options)
+        alone = shared.make_spec({**options, "sampling": SAMPLING[0]}, None, 0)
+        document = sealed(audit(Worker({"main": alone}), answers), options)
     else:
         rules = {}
         for rule in SAMPLING if options["sampling"] == "both" else (options["sampling"],):
-            worker = loaded(rule, head, max(ks))
+            worker = Worker({"main": shared.make_spec({**options, "sampling": rule}, head, max(ks))})
             rules[rule] = certified(worker, _decided(plan, worker), options["samples"], options["sample_prompts"])
             worker.models["main"].close()
         document = certificate(rules, options)

@@ -43,8 +43,8 @@ def noise_streams(worker: Worker, plan: Plan) -> Json:
         )
         for seed in range(_REQUESTS)
     ]
-    tokens = [one.token_ids for one in model.generate([prompt] * _REQUESTS, each)]
-    drawn = np.array(tokens).reshape(_REQUESTS, 2, _TOKENS)
+    done = model.generate([prompt] * _REQUESTS, each)
+    drawn = np.reshape([one.token_ids for one in done], (_REQUESTS, 2, _TOKENS))
     kinds = {
         "neighbouring positions": drawn[..., 1:] == drawn[..., :-1],
         "samples of one seed": drawn[:, 0] == drawn[:, 1],
