@@ -148,8 +148,10 @@ def _not_covered(rule: str, found: Json) -> Iterator[str]:
 
 def sealed(document: Json, options: Json) -> Json:
     """The document with the options of the command, the commit of this checkout, versions and its checksum."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    # By a shell, as there may be no git; of this folder, as an environment may lie in another project's checkout.
+    git = "git --git-dir=.git --work-tree=. describe --always --dirty --abbrev=40"
+    root = Path(__file__).parents[2]
+    commit = subprocess.run(git, shell=True, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
     given = {name: str(value) for name, value in options.items()}
     whole = {"schema": "specdec.certificate", "schema_version": 1, "commit": commit, "versions": versions()}
     whole |= {"options": given, **document}
