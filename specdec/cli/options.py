@@ -44,7 +44,9 @@ class Numbers(click.ParamType):
 
 def option(names: str, help: str | None = None, type: Any = None, default: Any = None, **more: Any) -> Decorator:
     """`click.option` of names in one text, as "-k --num-speculative-tokens"; its help shows the default."""
-    return click.option(*names.split(), help=help, type=type, default=default, show_default=True, **more)
+    if default is not None:  # to click None would be a value: it asks for no option that has one, though it is required
+        more["default"] = default
+    return click.option(*names.split(), help=help, type=type, show_default=True, **more)
 
 
 def flag(names: str, help: str) -> Decorator:

@@ -208,3 +208,9 @@ def test_a_missing_extra_is_named_before_anything_runs(
     result = invoke(*arguments, "--data", data)
     assert result.exit_code == 2 and not (tmp_path / "runs").exists()
     assert f"needs the package '{package}'" in result.output and f"'specdec-hf[{extra}]'" in result.output
+
+
+@pytest.mark.parametrize("command", ["acceptance", "lossless"])
+def test_an_option_that_is_needed_is_asked_for(command: str, invoke: Invoke) -> None:
+    result = invoke(command, "--model", "any")
+    assert result.exit_code == 2 and "Missing option '--data'" in result.output
