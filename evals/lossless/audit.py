@@ -22,6 +22,7 @@ from evals.lossless.verdicts import ALPHA, POWER, named
 from evals.runs.conversations import Worker
 from evals.runs.store import model_facts
 from evals.runs.verdict import Verdict, together
+from specdec.errors import InvalidInputError
 from specdec.requests.sampling import SamplingParams
 from specdec.values import only
 
@@ -35,7 +36,7 @@ def audit(worker: Worker, path: Path) -> Json:
     Parameters of sampling are temperature (0: greedy), top_k, top_p and min_p, as `SamplingParams` has them.
 
     Raises:
-        DataError: no prompt or no tokens in a line, or another field. InvalidInputError: a value that is not allowed.
+        DataError: no prompt or no tokens in a line, another field, or a value that is not allowed.
     """
     model = worker.models["main"]
     replay, dtype = Replay.of(model), model.hf_model.dtype
@@ -44,8 +45,11 @@ def audit(worker: Worker, path: Path) -> Json:
     greedy = 0
     for number, record in read_jsonl(path):
         place = f"{path.name}:{number}"
-        prompt, tokens = _texts(place, record, model.tokenizer)
-        params = SamplingParams(**only(record, _SAMPLING))
+        prompt, tokens = _texts(place, record, model)
+        try:
+            params = SamplingParams(**only(record, _SAMPLING))
+        except InvalidInputError as error:
+            raise DataError(f"{place}: {error}") from None
         if params.greedy:
             greedy += 1
             logits = replay.all_logits([*prompt, *tokens])[len(prompt) - 1 : -1].double()
@@ -73,10 +77,15 @@ def audit(worker: Worker, path: Path) -> Json:
     return {"audit": found, "model": model_facts(worker.facts()["main"]), "verdict": together(verdicts)}
 
 
-def _texts(place: str, record: Any, tokenizer: Any) -> Any:
+def _texts(place: str, record: Any, model: Any) -> Any:
     """Prompt and new tokens as ids."""
+    vocab = model.hf_model.config.get_text_config().vocab_size
     prompt, tokens = record.get("prompt"), record.get("tokens")
-    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    if not ids or not tokens or set(record) - set(_FIELDS) or {*map(type, [*ids, *tokens])} != {int}:
-        raise DataError(f"{place}: prompt (text or ids) and tokens (ids) are needed; allowed are {', '.join(_FIELDS)}")
+    ids = model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    given = all(isinstance(each, list) and each for each in (ids, tokens))
+    if not given or set(record) - set(_FIELDS) or not all(type(i) is int and 0 <= i < vocab for i in [*ids, *tokens]):
+        raise DataError(
+            f"{place}: prompt (text or ids) and tokens (ids) are needed, ids below {vocab}; allowed are "
+            f"{', '.join(_FIELDS)}"
+        )
     return ids, tokens
