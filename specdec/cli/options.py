@@ -44,7 +44,7 @@ class Numbers(click.ParamType):
 
 def option(names: str, help: str | None = None, type: Any = None, default: Any = None, **more: Any) -> Decorator:
     """`click.option` of names in one text, as "-k --num-speculative-tokens"; its help shows the default."""
-    if default is not None:  # to click None would be a value: it asks for no option that has one, though it is required
+    if not more.get("required"):  # to click None is a value, and it asks for no option that has one
         more["default"] = default
     return click.option(*names.split(), help=help, type=type, show_default=True, **more)
 
