@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from attention.cached import cached_property
 from attention.errors import named_error
 from evals.data.datasets import Question, opening, render
 from evals.runs.answers import Answer, Json, Turn, seconds_a_round, segments
@@ -180,6 +181,11 @@ class Worker:
 
     def facts(self) -> dict[str, Json]:
         """Per model: what it is, the hashes of its weights, and whether it has a chat template."""
+        return self._known_facts
+
+    @cached_property
+    def _known_facts(self) -> dict[str, Json]:
+        """As they were when they were first asked for: they read all weights."""
         return {key: _facts(model) for key, model in self.models.items()}
 
     def step_times(
