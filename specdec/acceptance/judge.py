@@ -162,9 +162,8 @@ def accept_equal(ids: Tensor, num_drafts: Tensor, result: PackedResult) -> None:
     from specdec.ops.greedy_kernel import launch_acceptance
 
     places = torch.arange(len(ids), device=ids.device)
-    rows, drafts = result.num_rows, result.drafts
-    out = (result.num_accepted, result.tokens, drafts)
-    launch_acceptance(ids, places.view(rows, -1), num_drafts, drafts, places[:rows], out)
+    out = (result.num_accepted, result.tokens, result.drafts)
+    launch_acceptance(ids, places.view_as(result.tokens), num_drafts, result.drafts, places[: result.num_rows], out)
 
 
 def _has_kernels(x: Tensor) -> bool:
