@@ -53,7 +53,7 @@ class WindowedPool(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and limits. All counts are in tokens unless the name says otherwise.
+    """Sizes and limits. All counts are in tokens unless the name has another unit.
 
     Attributes:
         num_speculative_tokens: K, drafts a round (the bonus token not counted); 0 is no speculation.

@@ -47,7 +47,7 @@ class AssistantHead(nn.Module):
         vocab_size: V of the target, whose tokens have the same ids; default the model's own.
 
         Raises:
-            HeadLoadError: a model that cannot run over the head's pages; the message says why.
+            HeadLoadError: a model that cannot run over the head's pages; the message has the reason.
         """
         super().__init__()
         found = _probed(model)

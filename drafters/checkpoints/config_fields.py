@@ -70,7 +70,7 @@ class PlacedConfig(dict[str, Any]):
 
 
 def place_of(config: Config, key: str) -> str:
-    """Where the value of a dotted key is from, as reports say it: the key, or its origin."""
+    """Where the value of a dotted key is from, as reports show it: the key, or its origin."""
     origins = config.origins if isinstance(config, PlacedConfig) else {}
     first, dot, rest = key.partition(".")
     return origins.get(key) or origins.get(first, first) + dot + rest

@@ -150,7 +150,7 @@ def train(
 
 
 def _finish(run: Run, history: list[Measurement], head: torch.nn.Module, console: Console) -> Measurement:
-    """Give the head the weights that the run keeps, and say so if they are not the last; returns their measurement."""
+    """Give the head the weights that the run keeps, and log it if they are not the last; returns their measurement."""
     result = kept(run.config, history)
     if result is not history[-1]:
         restore_head(run, result.step, head, console)

@@ -179,8 +179,7 @@ def first_difference(alone: Answer, speculative: Answer) -> Difference | None:
 
 
 def logprob_difference(alone: Answer, speculative: Answer) -> float:
-    """The largest difference of two answers' log-probabilities before their tokens differ; 0 where none were asked
-    for."""
+    """The largest difference of two answers' log-probabilities before their tokens differ; 0 without any."""
     same = takewhile(lambda two: two[0][0] == two[1][0], zip(_steps(alone), _steps(speculative), strict=False))
     return max((float(np.abs(np.subtract(one[1], other[1])).max()) for one, other in same), default=0.0)
 

@@ -64,7 +64,7 @@ class Work:
 
 
 def run_chunk(models: Fields, work: Work) -> list[Answer]:
-    """Answer a chunk under every configuration; its index says which is first, so that none is always first.
+    """Answer a chunk under every configuration; its index picks the first, so that none is always first.
 
     A chunk that raises is repeated question by question; what still raises becomes an answer with `error`.
     """

@@ -110,7 +110,7 @@ class Conversation:
         return True
 
     def _answer(self, text: str) -> None:
-        """Show the answer as it comes. Ctrl-C ends it, and what was shown is what the model has said."""
+        """Show the answer as it comes. Ctrl-C ends it, and what was shown is kept as the model's answer."""
         asked = [*self.messages, {"role": "user", "content": text}]
         shown = ""
         try:
@@ -122,7 +122,7 @@ class Conversation:
                         self.done.append(update.completion)
         except KeyboardInterrupt:
             click.secho(" [ended]", dim=True, nl=False, err=True)
-        except SpecdecError as error:  # too long a conversation, most likely; the message was not said
+        except SpecdecError as error:  # too long a conversation, most likely; the message is dropped
             click.echo(f"Error: {error}\n/reset begins a new conversation", err=True)
             return
         click.echo()

@@ -45,7 +45,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "parallel_tool_calls": (True, False),
 }
-"""Fields of a body that are not served, with the values that ask for nothing; tools are of chats."""
+"""Fields of a body that are not served, with the values that have no effect; tools are of chats."""
 _OLD_TOOLS = ("functions", "function_call")
 _UNTOLD = ("return_logits", "return_scores", "return_drafts", "prompt_logprobs", "prompt_logprobs_start")
 """Options whose results have no place in an answer."""
@@ -59,7 +59,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class _UnknownModelError(InvalidInputError):
-    """A body asks for a model that is not served."""
+    """A body names a model that is not served."""
 
 
 _STATUS: dict[type[Exception], int] = {
@@ -76,7 +76,7 @@ def body_of(data: bytes, name: str, loads: Callable[[bytes], Any] = json.loads) 
     """The body of a request to the model that is called `name`. loads: reads JSON, while no other thread runs.
 
     Raises:
-        InvalidInputError: no JSON object. _UnknownModelError: it asks for another model.
+        InvalidInputError: no JSON object. _UnknownModelError: it names another model.
     """
     try:
         found = loads(data)
@@ -90,7 +90,7 @@ def body_of(data: bytes, name: str, loads: Callable[[bytes], Any] = json.loads) 
 
 
 def models_of(name: str, asked: str | None) -> Json:
-    """The list of models, of which there is one, or that one. Raises _UnknownModelError: another is asked for."""
+    """The list of models, of which there is one, or that one. Raises _UnknownModelError: another is named."""
     if asked not in (None, name):
         raise _UnknownModelError(f"there is no model {short(asked)}; there is {name!r}")
     one = {"id": name, "object": "model", "created": 0, "owned_by": "specdec"}
@@ -153,7 +153,7 @@ def request_of(
 
 
 def schema_of(body: Fields) -> Any:
-    """The schema, an object, that the answer to a body is asked to follow; None where there is none."""
+    """The schema, an object, that the answer to a body must follow; None where there is none."""
     form = body.get("response_format")
     named = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
     schema = named.get("schema", named) if isinstance(named, dict) else None
@@ -170,7 +170,7 @@ def with_tools(params: SamplingParams, use: ToolUse) -> SamplingParams:
 
 
 def options_of(given: Fields, chat: bool) -> Json:
-    """Options of a body by the names of `SamplingParams`; what is null or asks for nothing is left out.
+    """Options of a body by the names of `SamplingParams`; what is null or has no effect is left out.
 
     Raises:
         InvalidInputError: something that is not served, log-probabilities that OpenAI has not, two values of an option.
@@ -208,7 +208,7 @@ def chat_of(messages: Any, template: Fields) -> Sequence[Any]:
 
 
 def _text_of(turn: Fields) -> str:
-    """Of a message's content: a text, parts that are texts, or null of an assistant that said nothing."""
+    """Of a message's content: a text, parts that are texts, or null of an assistant without an answer."""
     content = turn.get("content")
     content = "" if content is None and turn.get("role") == "assistant" else content
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -384,7 +384,7 @@ class Pieces:
 
 
 def told(pieces: Pieces, logprobs: Sequence[TokenLogprobs] | None, chat: bool) -> Json | None:
-    """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were asked.
+    """Log-probabilities of tokens in the form of a chat completion, or of a completion; None where none were requested.
 
     The bytes of all tokens are those of the text. pieces: those of the tokens before, to which these are added.
     """

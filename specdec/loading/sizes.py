@@ -233,7 +233,7 @@ def divided(room: int, wanted: int, pools: Pools, rows: Rows) -> Pools:
 
 
 def batched_tokens(device: torch.device, rows: int, num_drafts: int) -> int:
-    """Most tokens of a forward where nobody says: prompts keep the device busy, and the drafts of all rows fit."""
+    """Most tokens of a forward by default: prompts keep the device busy, and the drafts of all rows fit."""
     large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= _LARGE_GPU
     return max(_MANY_TOKENS if large else _SOME_TOKENS, rows * (num_drafts + 1))
 

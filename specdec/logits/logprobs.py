@@ -65,7 +65,7 @@ class WholeRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AskingRows:
-    """Host-side rows whose requests asked for log-probabilities or logits.
+    """Host-side rows whose requests have log-probabilities or logits.
 
     Attributes:
         params: [m] of rows with log-probabilities of new tokens. places: [m] int64 their index among the J decided
@@ -181,7 +181,7 @@ def _tensors(params: Sequence[SamplingParams], device: torch.device) -> Sampling
 
 
 class AskingColumns(DecidedColumns[SamplingParams]):
-    """Parameters of rows whose requests asked for log-probabilities, logits or scores."""
+    """Parameters of rows whose requests have log-probabilities, logits or scores."""
 
     def __init__(self, max_rows: int, most_prompt_rows: int) -> None:
         super().__init__(max_rows)

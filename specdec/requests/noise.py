@@ -1,7 +1,7 @@
 """Gumbel noise keyed by position: the draw of a token, the same whether it is the target's or a draft of it.
 
 A token is argmax(log p + g) and a draft of it argmax(log q + g), with one noise vector g for each position of a
-request. The draft is accepted where it is that token. So what a request says depends on no draft: only on p and on g.
+request. The draft is accepted where it is that token. So a request's tokens depend on no draft: only on p and on g.
 
 Source: Daliri, Musco and Suresh, "Coupling without communication and drafter-invariant speculative decoding"
 (arXiv 2408.07978), section 3. Probability of acceptance: sum over i of 1 / sum over j of max(p_j/p_i, q_j/q_i).

@@ -293,7 +293,7 @@ def _array(value: Any) -> Any:
     of = f"{type(value).__name__} of {value.dtype}"
     if odd := [words for name, words in _NO_TABLES.items() if getattr(value, name, False)]:
         raise InvalidInputError(f"a tensor of token ids ({of}) {odd[0]}")
-    kind = getattr(value.dtype, "kind", None)  # of numpy's dtypes; the names of torch's and jax's say it
+    kind = getattr(value.dtype, "kind", None)  # of numpy's dtypes; torch's and jax's have it in their names
     is_of_integers = kind in ("i", "u") if isinstance(kind, str) else "int" in str(value.dtype)
     if value.ndim not in (1, 2) or not is_of_integers:
         raise InvalidInputError(

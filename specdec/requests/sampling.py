@@ -108,7 +108,7 @@ class SamplingParams(LogitsOptions):
             temperature and filters. A request ends where its grammar does.
         stopping_criteria: a transformers StoppingCriteria, or a list of them: called once for each new token, in order,
             with all tokens [1, L] and None for scores; the request ends where one is true. Copied for each request; one
-            that cannot be copied is shared by all requests that have it (a SpecdecWarning says so).
+            that cannot be copied is shared by all requests that have it (a SpecdecWarning names it).
         logprobs: log-probabilities of each new token and of this many alternatives, the most probable ones, in
             `Completion.logprobs`; 0: of the tokens alone.
         logprobs_mode: "raw": of the model's own logits; "processed": of the distribution that the token was drawn from,

@@ -83,7 +83,7 @@ class Asked:
         call that is refused is as it was.
 
         Raises:
-            InvalidInputError: it asks for what rounds do in another way than transformers, by name. ModelChangedError,
+            InvalidInputError: an option, named, that rounds apply in another way than transformers. ModelChangedError,
                 QueueFullError and their like: as `SpeculativeModel.stream`. ValueError: as transformers.
         """
         generator = torch.get_rng_state()
@@ -134,7 +134,7 @@ class Asked:
         return isinstance(code, RowWise) or type(code) in _BY_ROW
 
     def params(self, model: PreTrainedModel) -> list[SamplingParams]:
-        """One for each row. Raises InvalidInputError: it asks for what this library does not do, by name."""
+        """One for each row. Raises InvalidInputError: an option, named, that this library does not have."""
         length = self.ids.shape[1]
         config = self._config()
         found = sampling_fields(config, model, length, "ignore")  # the model's own is in it, or was switched off

@@ -69,7 +69,7 @@ class Manager:
         """options: a ContinuousBatchingConfig, of which `return_logprobs` is read.
 
         Raises:
-            InvalidInputError: the generation config asks for what this library does not do.
+            InvalidInputError: the generation config has an option that this library has not.
         """
         self.model = model
         self.generation_config = generation_config

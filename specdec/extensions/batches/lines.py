@@ -166,7 +166,7 @@ def look_through(path: Path) -> InputFacts:
 
 
 def _known_key(line: Line) -> Key | None:
-    """None also for a row that is an error: it is told by its line."""
+    """None also for a row that is an error: its line has the error."""
     try:
         return key_of(fields_of(line))
     except InvalidInputError:

@@ -208,7 +208,7 @@ def answered(model: SpeculativeModel, tasks: Iterable[Task]) -> Iterator[TaskRes
         for item, _, found in feeding:
             if isinstance(found, Completion):
                 failures = 0
-            if item not in held:  # of several samples that fail the first is told
+            if item not in held:  # of several samples that fail the first is kept
                 continue
             task, samples = held[item]
             if isinstance(found, Completion):

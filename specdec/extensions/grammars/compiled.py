@@ -185,7 +185,7 @@ class GrammarCompiler:
         """
         if (found := self._found(grammar)) is not None:
             return found
-        with self._compiling:  # not under `_lock`: rounds ask for grammars that are there, and wait for no compiler
+        with self._compiling:  # not under `_lock`: rounds look up compiled grammars, and wait for no compiler
             return self._found(grammar) or self._added(grammar, self.compile(grammar))
 
     def _found(self, grammar: Grammar) -> CompiledGrammar | None:

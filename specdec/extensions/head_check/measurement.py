@@ -134,8 +134,8 @@ def _draft_ids(head: Head, passage: Passage, states: States, num_drafts: int) ->
 
 _RIGHT = 0.25
 _LEAST_IDS = 8
-"""A learnt map must hit this share of first drafts, clearly more than d2t does, and for a head that says this many
-different draft ids (one that says a single id hits that of the commonest token)."""
+"""A learnt map must hit this share of first drafts, clearly more than d2t does, and for a head that drafts this many
+different ids (one that drafts a single id hits that of the commonest token)."""
 
 
 Pairs = Sequence[tuple[int, int]]

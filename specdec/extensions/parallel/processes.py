@@ -39,7 +39,7 @@ class Process:
         return self.failed is not None and self.failed.follows
 
     def ending(self, code: int) -> str:
-        """How it ended: by what it said, or by its exit code."""
+        """How it ended: by its last message, or by its exit code."""
         if self.failed is not None:
             return str(self.failed)
         return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"

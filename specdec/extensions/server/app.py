@@ -35,7 +35,7 @@ _SHORT = 2**15
 
 
 class ReadBody(NamedTuple):
-    """What a body asks for. is_stream, is_counted: whether the answer is a stream, and whether that ends with its
+    """A body's request. is_stream, is_counted: whether the answer is a stream, and whether that ends with its
     usage."""
 
     prompts: Any
@@ -125,7 +125,7 @@ class Service:
         return answered(head | openai.response_of(done, self.model.tokenizer, chat, use, params.stop))
 
     def asked(self, data: bytes, chat: bool) -> ReadBody:
-        """What a body asks for. Raises Refusal, InvalidInputError."""
+        """A body's request. Raises Refusal, InvalidInputError."""
         settings = self.settings
         body = openai.body_of(data, settings.name, orjson.loads)
         if len(data) > (most := settings.max_grammar_bytes):  # before it is written out, which holds up all threads

@@ -1,4 +1,4 @@
-"""Clients: who asks, by key or address, and how many completions each has in flight."""
+"""Clients, by key or address, and how many completions each has in flight."""
 
 from __future__ import annotations
 

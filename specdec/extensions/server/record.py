@@ -20,7 +20,7 @@ from specdec.values import Json
 _SANE_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 """An id of a request that is taken over from its header."""
 PROBES = ("/health", "/ready", "/metrics")
-"""Paths that monitoring asks again and again: their lines are of the level DEBUG."""
+"""Paths that monitoring requests again and again: their lines are of the level DEBUG."""
 _ROUTES = (*PROBES, "/v1/models", "/v1/completions", "/v1/chat/completions")
 _LOGGED = (
     *("id", "client", "address", "method", "path", "status", "prompt_tokens", "new_tokens", "drafts", "accepted"),

@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         sys.setswitchinterval(1e-3)
         super().run(sockets)
         sys.setswitchinterval(interval)
-        gc.unfreeze()  # extensions say that objects are left otherwise
+        gc.unfreeze()  # extensions report leaked objects otherwise
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal, in the event loop's thread."""
