@@ -31,7 +31,7 @@ from drafters.loops.base import (
     Passes,
     from_layer,
 )
-from drafters.loops.head_passes import BlockHead, HeadPasses, MtpPasses
+from drafters.loops.head_passes import HeadPasses, MtpPasses, PortedHead
 from drafters.loops.prefill import DevicePass, HostPass, PassRows, module_passes, prefill_arrays
 from drafters.loops.steps import StepArrays, StepSection, step_arrays
 
@@ -160,7 +160,7 @@ class ModuleLoop(_TurnsLoop):
 
     name = "several multi-token-prediction modules"
 
-    def __init__(self, modules: Sequence[BlockHead], limits: LoopSize) -> None:
+    def __init__(self, modules: Sequence[PortedHead], limits: LoopSize) -> None:
         """limits: most requests and drafts, at least two drafts. Modules that make none of the drafts are not run."""
         self.num_modules = self.num_following = min(len(modules), limits.drafts)
         self._modules = modules[: self.num_modules]

@@ -88,7 +88,7 @@ class EaglePasses(HeadPasses):
         return self._with_logits(self.head.forward(token_ids, hidden, positions, self._attend, rows=last_row))
 
 
-class BlockHead(Head, Protocol):
+class PortedHead(Head, Protocol):
     """A head whose block is a transformers layer, which calls attention through a port."""
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
@@ -99,10 +99,10 @@ class BlockHead(Head, Protocol):
 
 
 class MtpPasses(HeadPasses):
-    """The passes of a `BlockHead`."""
+    """The passes of a `PortedHead`."""
 
     can_compile = True
-    head: BlockHead
+    head: PortedHead
 
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
         return self.head.attending(attend)
