@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.backends.base import (
+    AttendsBothWays,
     AttentionBackend,
     AttentionMetadataBuilder,
     Building,
@@ -18,9 +19,10 @@ from attention.backends.base import (
     GraphBackend,
 )
 from attention.backends.building import Builds
+from attention.backends.limits import check_causal
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
-from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
+from attention.cache.kv_cache import CacheGroup, LayerKV, allocate, write
 from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec, TemperatureTuning
@@ -109,6 +111,9 @@ class GroupRunner:
             from attention.batch.transforms.local_attention import check_chunk_size
 
             check_chunk_size(chunk_size, group.page_size)
+        if not isinstance(backend, AttendsBothWays):
+            for key in group.attention_specs:
+                check_causal(key, group.name, backend.name)
         specs = reversed(list(enumerate(group.attention_specs)))
         self._first_tuned = {spec.temperature: layer for layer, spec in specs if spec.temperature is not None}
         self._backend = backend
@@ -230,6 +235,10 @@ class GroupRunner:
             require(given is None or out is given, f"backend {self._backend.name!r} left its result elsewhere")
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] of T tokens to their slots [T] int64 of a layer."""
+        write(self.layers[layer], key, value, slots)
 
     def _tuned(self, planned: PlannedBatch, layer: int, tuning: TemperatureTuning, query: Tensor) -> Tensor:
         """Scaled queries [T', Hq, Dk] of a layer with temperature tuning."""

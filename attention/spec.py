@@ -75,11 +75,13 @@ class AttentionSpec:
         alibi: a slope for each query head, [Hq], or None. A logit gets slope·(key's position - query's position) after
             the softcap (Source: Press et al. 2021, arXiv 2108.12409). No transformers model passes it to its attention
             interface: it is for builders without an engine, on "flex" and "torch".
-        causal: a query sees no position after its own. Every backend refuses False (`check_causal`); the field keeps
-            room for a kernel in which tokens of a block see each other.
+        causal: a query sees no position after its own. Otherwise it sees its row's whole context and all queries of
+            its row in the batch; with a window those less than `window` positions from its own, on either side. The
+            torch reference computes it, every other backend refuses it (`check_causal`).
 
     Raises:
-        InvalidInputError: not one finite slope for each query head, or slopes with values inside keys.
+        InvalidInputError: not one finite slope for each query head, slopes with values inside keys, or slopes or chunks
+            where queries see positions after their own.
     """
 
     num_q_heads: int
@@ -120,6 +122,8 @@ class AttentionSpec:
         return query.new_empty(query.shape[0], self.num_q_heads, self.head_dim_v) if out is None else out
 
     def __post_init__(self) -> None:
+        if not self.causal and (self.alibi is not None or self.chunk_size is not None):
+            raise InvalidInputError("causal=False has no ALiBi slopes and no chunks: leave out alibi and chunk_size")
         if self.alibi is None:
             return
         if len(self.alibi) != self.num_q_heads or not all(map(isfinite, self.alibi)):

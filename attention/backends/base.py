@@ -85,6 +85,14 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class AttendsBothWays(Protocol):
+    """A backend that serves layers that are not causal; of all others `GroupRunner` refuses them."""
+
+    both_ways: bool
+    """True."""
+
+
+@runtime_checkable
 class PrefersLayout(Protocol):
     """A backend whose kernels read one order inside a page better than the other, on its device."""
 

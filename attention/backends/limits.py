@@ -25,10 +25,11 @@ def has_flashinfer_heads(key: AttentionSpec) -> bool:
 
 
 def check_causal(key: AttentionSpec, group: str, backend: str) -> None:
-    """Raises UnsupportedAttentionError for tokens that see those after them; no backend has such a kernel."""
+    """Raises UnsupportedAttentionError for tokens that see those after them: the torch reference alone serves them."""
     if not key.causal:
         raise UnsupportedAttentionError(
-            f"group {group}: backend {backend!r} has causal attention alone, and AttentionSpec.causal is False"
+            f"group {group}: backend {backend!r} has causal attention alone, and AttentionSpec.causal is False; use "
+            "backend='torch'"
         )
 
 

@@ -74,7 +74,7 @@ class TorchBuilder:
     def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device, exact: bool = False) -> None:
         """num_pages: size of the pool, including the null page. exact: a segment is one row's, of few queries."""
         self._num_pages, self._exact = num_pages, exact
-        self._window = key.window
+        self._window, self._causal = key.window, key.causal
         self._groups = key.group_size
         self._device = device
         slopes = None if key.alibi is None else np.array(key.alibi, np.float32)
@@ -113,9 +113,7 @@ class TorchBuilder:
             slots = np.where(key < seqs[:, None], slots, 0)
         place = (computed[:, None].astype(np.int64) + within)[:, :, None]  # [b, Q, 1] position in the cache
         if num_queries > 1 or not same or (self._window is not None and self._window < num_keys):
-            visible = key <= place  # [b, Q, S]
-            if self._window is not None:
-                visible &= key > place - self._window
+            visible = self._visible(key, place, seqs[:, None, None])  # [b, Q, S]
             mask = self._send(np.tile(visible[:, None], (1, 1, self._groups, 1)))
         if self._slopes is not None:
             bias = self._slopes * (key - place)[:, None, None].astype(np.float32)  # [b, Hkv, G, Q, S]
@@ -126,6 +124,15 @@ class TorchBuilder:
         follow = np.array_equal(flat, np.arange(run.start, run.stop))
         shape = len(rows), num_queries, num_keys
         return Segment(tokens, real, run if follow else self._send(flat), mask, shape, bias, self._exact)
+
+    def _visible(self, key: np.ndarray, place: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """[b, Q, S] bool: queries at place [b, Q, 1] see positions key [S] of rows that end at stop [b, 1, 1]."""
+        visible = key <= place if self._causal else np.repeat(key < stop, place.shape[1], 1)
+        if self._window is not None:
+            visible &= key > place - self._window
+            if not self._causal:
+                visible &= key < place + self._window
+        return visible
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -142,10 +149,13 @@ def _in_blocks(host: HostBatch) -> HostBatch:
 
 
 class TorchBackend:
-    """`AttentionBackend`, the reference: all variants (GQA, window, softcap, sinks, ALiBi, Dk != Dv, MLA, 8 bits)."""
+    """`AttentionBackend`, the reference: all variants (GQA, window, softcap, sinks, ALiBi, Dk != Dv, MLA, 8 bits, not
+    causal)."""
 
     name = "torch"
     batch_invariant = False
+    both_ways = True
+    """See `attention.backends.base.AttendsBothWays`."""
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
         """exact: batch-invariant by exact sums; without MLA and 8 bits."""
@@ -161,9 +171,11 @@ class TorchBackend:
         """A builder for `key`, any floating dtype.
 
         Raises:
-            UnsupportedAttentionError: Hq is not a multiple of Hkv; MLA or a cache in 8 bits, if batch-invariant.
+            UnsupportedAttentionError: Hq is not a multiple of Hkv; MLA, a cache in 8 bits, or tokens that see those
+                after them, if batch-invariant.
         """
-        check_causal(key, group.name, self.name)
+        if self._exact:  # a row's queries are divided among segments, which end at their own last key
+            check_causal(key, group.name, self.name)
         check_query_heads(key, f"group {group.name}: torch attention")
         if self._exact and (key.value_in_key or group.format.dtype or key.head_dim_k > WIDEST_HEAD):
             raise UnsupportedAttentionError(

@@ -4,8 +4,9 @@ A cut between two rows leaves both as they are. A cut inside a row makes two row
 second the first one's tokens are keys that were computed before. Pages, slots and rotary positions do not change.
 
 - Slices at request boundaries share no row: they may run in any order, or at the same time.
-- Slices at token boundaries run in order within every layer, because a row's second part attends to what its first part
-  wrote. Chunked prefill runs in this order, as do two halves of which the second is a layer behind.
+- Slices at token boundaries are for causal layers: where queries see those after them, a row must stay whole. They run
+  in order within every layer, because a row's second part attends to what its first part wrote. Chunked prefill runs in
+  this order, as do two halves of which the second is a layer behind.
 
 Two rows of 2 and 5 tokens that come after 6 and 0 keys, cut after the fourth token:
 

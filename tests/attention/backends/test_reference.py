@@ -28,6 +28,8 @@ VARIANTS = {
     "grouped": PLAIN,
     "window": replace(PLAIN, window=5),
     "sinks, softcap, window": replace(PLAIN, has_sinks=True, softcap=2.0, window=4),
+    "both ways": replace(PLAIN, causal=False),
+    "both ways, window, sinks": replace(PLAIN, causal=False, window=3, has_sinks=True),
     "wide keys": replace(PLAIN, head_dim_k=12, head_dim_v=4, scale=0.3),
     "wide values": replace(PLAIN, head_dim_k=4, head_dim_v=10, scale=1.0),
 }
@@ -43,14 +45,17 @@ def dense(
     for i in range(len(q)):
         position = first + i
         oldest = 0 if key.window is None else max(0, position - key.window + 1)
+        newest = (
+            position if key.causal else len(k) - 1 if key.window is None else min(len(k), position + key.window) - 1
+        )
         for head in range(key.num_q_heads):
             kv = head // (key.num_q_heads // key.num_kv_heads)
-            scores = [float(q[i, head] @ k[s, kv]) * key.scale for s in range(oldest, position + 1)]
+            scores = [float(q[i, head] @ k[s, kv]) * key.scale for s in range(oldest, newest + 1)]
             if key.softcap is not None:
                 scores = [key.softcap * math.tanh(s / key.softcap) for s in scores]
             weights = [math.exp(s) for s in scores]
             total = sum(weights) + (math.exp(float(sinks[head])) if sinks is not None else 0.0)
-            for weight, s in zip(weights, range(oldest, position + 1), strict=True):
+            for weight, s in zip(weights, range(oldest, newest + 1), strict=True):
                 out[i, head] += weight / total * v[s, kv]
     return out
 
@@ -152,7 +157,17 @@ def test_the_comparison_sees_one_wrong_slot() -> None:
     assert not agree(rig.feed([7, 11], [9, 13]), rig.expected([7, 11], [9, 13]))
 
 
-@pytest.mark.parametrize("wrong", [{"window": 6}, {"scale": 0.3}, {"softcap": 3.0}])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("both ways")])
+def test_queries_that_see_those_after_them_are_cut_by_rows_alone(variant: str) -> None:
+    """Rows of many and of few queries over a context, and one whose lengths are those of the batch's longest."""
+    rig = Rig(VARIANTS[variant], 4, 3, 40, "NHD", seed=3)
+    rig.feed([0, 0, 0], [9, 3, 12])
+    assert agree(rig.feed([9, 3, 12], [14, 33, 17]), rig.expected([9, 3, 12], [14, 33, 17]))
+    rig.feed([0, 0, 0], [9, 9, 9])
+    assert agree(rig.feed([9, 9, 9], [14, 14, 14]), rig.expected([9, 9, 9], [14, 14, 14]))
+
+
+@pytest.mark.parametrize("wrong", [{"window": 6}, {"scale": 0.3}, {"softcap": 3.0}, {"causal": False}])
 def test_the_comparison_sees_a_wrong_parameter(wrong: dict[str, float]) -> None:
     right = replace(PLAIN, window=5, softcap=1.5)
     rig = Rig(right, 4, 1, 20, "NHD", seed=2)
