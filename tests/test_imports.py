@@ -123,6 +123,7 @@ ROOMS = [
     "drafters/checkpoints",
     "drafters/loops",
     "drafters/unroll.py",
+    "drafters/layers.py",
     "drafters/eagle3",
     "drafters/mtp",
     "drafters/assistant",

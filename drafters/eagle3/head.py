@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,59 +10,12 @@ from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadMismatchError
+from drafters.layers import Attention, CosSin, GatedMLP, PlainLayer, norm_of
 from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 from drafters.loops.head_passes import EaglePasses
-from drafters.rope import Rotary, rotate
+from drafters.rope import Rotary
 from drafters.vocab import check_offsets, ids_of, offsets_of
-
-CosSin = tuple[Tensor, Tensor]
-
-
-class Eagle3Attention(nn.Module):
-    """Self-attention with RoPE; where K and V live is the caller's business (`Attend`)."""
-
-    def __init__(self, spec: Eagle3Spec, index: int, input_size: int) -> None:
-        super().__init__()
-        self.index = index
-        self.head_dim = spec.head_dim
-        self.num_heads = spec.num_heads
-        self.num_kv_heads = spec.num_kv_heads
-        kv_size = spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.o_bias)
-        norm = partial(nn.RMSNorm, spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
-
-    def forward(self, y: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
-        """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""
-        query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
-        key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
-        value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        rotated = rotate(torch.cat((query, key), dim=1), *cos_sin)  # [T, Hq+Hkv, D]
-        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        attended = attend(self.index, query, key, value).flatten(1)
-        return self.o_proj(attended if rows is None else attended.index_select(0, rows))
-
-
-class Eagle3MLP(nn.Module):
-    """Gated MLP with SiLU."""
-
-    def __init__(self, spec: Eagle3Spec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def _norm(spec: Eagle3Spec) -> nn.RMSNorm:
-    return nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
 
 
 class Eagle3Layer(nn.Module):
@@ -76,11 +27,11 @@ class Eagle3Layer(nn.Module):
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
         self.norm_before_residual = spec.norm_before_residual
-        self.input_layernorm = _norm(spec)
-        self.hidden_norm = _norm(spec)
-        self.self_attn = Eagle3Attention(spec, index=0, input_size=2 * spec.hidden_size)
-        self.post_attention_layernorm = _norm(spec)
-        self.mlp = Eagle3MLP(spec)
+        self.input_layernorm = norm_of(spec)
+        self.hidden_norm = norm_of(spec)
+        self.self_attn = Attention(spec, index=0, input_size=2 * spec.hidden_size)
+        self.post_attention_layernorm = norm_of(spec)
+        self.mlp = GatedMLP(spec)
 
     def forward(self, embedded: Tensor, hidden: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the selected rows [R] int64."""
@@ -89,24 +40,6 @@ class Eagle3Layer(nn.Module):
         y = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2H], embedding first
         residual = residual if rows is None else residual.index_select(0, rows)
         x = residual + self.self_attn(y, cos_sin, attend, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class PlainLayer(nn.Module):
-    """A further layer of a deeper head: an ordinary pre-norm decoder layer."""
-
-    def __init__(self, spec: Eagle3Spec, index: int, first_norm: bool = True) -> None:
-        """first_norm: False for a layer that reads its input as it is (the first of an EAGLE-1 head)."""
-        super().__init__()
-        self.input_layernorm = _norm(spec) if first_norm else nn.Identity()
-        self.self_attn = Eagle3Attention(spec, index, input_size=spec.hidden_size)
-        self.post_attention_layernorm = _norm(spec)
-        self.mlp = Eagle3MLP(spec)
-
-    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
-        """[T, H] -> [T, H], or [R, H] of the selected rows [R] int64."""
-        residual = x if rows is None else x.index_select(0, rows)
-        x = residual + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -210,7 +143,7 @@ class Eagle3Head(nn.Module):
             self.fc_norm = nn.ModuleList(norms)
         self.midlayer = Eagle3Layer(spec)
         self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(1, spec.num_layers)})
-        self.norm = _norm(spec)
+        self.norm = norm_of(spec)
         if spec.own_lm_head:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 

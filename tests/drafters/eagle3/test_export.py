@@ -143,7 +143,7 @@ def test_the_configurations_say_what_the_engines_read(tmp_path: Path) -> None:
             r"windowed_layers = \(0,\) \(this export writes no sliding windows.*window = 8",
         ),
         ("speculators", {"rope": RopeSpec(kind="dynamic", scaling=(("factor", 2.0),))}, "'dynamic'"),
-        ("specforge", {"fc_bias": True, "qk_norm": True}, "fc_bias = True.*qk_norm = True"),
+        ("specforge", {"fc_bias": True, "qk_norm": True}, "qk_norm = True.*fc_bias = True"),
         ("specforge", {"norm_before_residual": True}, "norm_before_residual = True"),
         ("specforge", {"qkv_bias": True}, "qkv_bias = True"),
         ("specforge", {"own_embed": True}, "own_embed"),
