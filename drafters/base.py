@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attention.spec import AttentionSpec
-    from drafters.loops.base import Attend, DraftLoop, LoopSize
+    from drafters.loops.base import Attend, BlockChain, DraftLoop, LoopSize
 
 FINAL_NORM = -1
 """Aux layer of the target's state after its final norm (the input of lm_head). Other aux layers are numbers b >= 0: the
@@ -55,19 +55,10 @@ class Head(Protocol):
     draft_vocab_size: int
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """[T, A·Ht] aux hidden states -> [T, H] input of step 1 (EAGLE-3: norms and `fc`; MTP: identity)."""
-
-    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One pass over T rows: token_ids [T] int64 (the token at position p+1), hidden [T, H], positions [T] (p).
-
-        Returns the block output x [T, H], before the final norm.
-        """
+        """[T, A·Ht] aux hidden states -> [T, H], what it reads of them (EAGLE-3: norms and `fc`; MTP: identity)."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """[R, H] block outputs -> [R, Vd] draft logits."""
-
-    def feedback(self, x: Tensor) -> Tensor:
-        """[R, H] block outputs -> [R, H] hidden state of the next draft step (pre- or post-norm, as trained)."""
+        """[R, H] outputs -> [R, Vd] draft logits."""
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
@@ -78,6 +69,48 @@ class Head(Protocol):
         `drafters.loops.chain.ChainLoop(self)` suits every head that is fed its own output. Rounds run from CUDA
         graphs only with a loop that has a fixed-shape form (`drafters.loops.base.GraphLoop`).
         """
+
+
+@runtime_checkable
+class ChainHead(Head, Protocol):
+    """A head that reads its own output: every draft takes a pass."""
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass over T rows: token_ids [T] int64 (the token at position p+1), hidden [T, H], positions [T] (p).
+
+        Returns the block output x [T, H], before the final norm.
+        """
+
+    def feedback(self, x: Tensor) -> Tensor:
+        """[R, H] block outputs -> [R, H] hidden state of the next draft step (pre- or post-norm, as trained)."""
+
+
+@runtime_checkable
+class BlockHead(Head, Protocol):
+    """A head that drafts a whole block in one pass over Q slots, the first of which holds the bonus token.
+
+    Of the positions before the block it keeps keys and values alone, made from the target's states.
+
+    Attributes:
+        block_size: Q, the slots that it was trained with; every pass has so many.
+        first_slot: the slot that gives draft 1: 0 where a slot predicts the token after it (*anchor-first*), 1 where it
+            predicts its own (*fill-in*). So there are Q - first_slot drafts at most.
+        mask_token_id: in the slots after the bonus token.
+    """
+
+    block_size: int
+    first_slot: int
+    mask_token_id: int
+
+    @property
+    def chain(self) -> BlockChain:
+        """How drafts depend on the drafts before them."""
+
+    def context(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [T, Hkv, D] of each layer at positions [T]; hidden: [T, H], `fuse`d states of the target."""
+
+    def block(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass over whole blocks: token_ids, positions [R·Q] -> outputs [R·Q, H], which `logits` reads."""
 
 
 @runtime_checkable
@@ -138,7 +171,7 @@ class OtherReading:
     field: str
     cause: str
     overrides: Mapping[str, Any]
-    head: Head
+    head: ChainHead
 
 
 TrainedHead = TypeVar("TrainedHead", bound=Any)

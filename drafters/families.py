@@ -94,6 +94,12 @@ def _assistant() -> FamilyCode:
     return family
 
 
+def _block() -> FamilyCode:
+    from drafters.block import family
+
+    return family
+
+
 def _eagle() -> FamilyCode:
     from drafters.eagle3 import family
 
@@ -123,6 +129,7 @@ FAMILIES: Mapping[str, Family] = {
         takes_models=True,
         among_ranks=False,
     ),
+    "block": Family("a block-parallel head", (), frozenset({Layout.DFLASH, Layout.DSPARK}), _block),
     "eagle3": Family("an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle),
 }
 """Families by the name of `specdec train NAME`. EAGLE's reader also names the layouts that are not supported."""

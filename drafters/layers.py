@@ -12,8 +12,11 @@ from torch.nn import functional as F
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
 from drafters.base import Layers
+from drafters.checkpoints.config_fields import HeadReport
+from drafters.errors import HeadMismatchError
 from drafters.loops.base import Attend
-from drafters.rope import RopeSpec, rotate
+from drafters.rope import RopeSpec, Rotary, rotate
+from drafters.vocab import check_offsets, ids_of
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -185,3 +188,96 @@ class PlainLayer(nn.Module):
         residual = x if rows is None else x.index_select(0, rows)
         x = residual + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class SharingHead(nn.Module):
+    """A head that shares the target's embedding and lm_head, or brings its own, and its draft vocabulary.
+
+    The target's tensors are no parameters, are not copied and do not appear in the state dict.
+    """
+
+    target_embedding: Tensor | None
+    target_lm_head: Tensor | None
+    target_ids: Tensor
+
+    def __init__(
+        self, spec: LayerSpec, target_embedding: Tensor, target_lm_head: Tensor | None, d2t: Tensor | None
+    ) -> None:
+        """Share; subclasses build the modules.
+
+        Args:
+            spec: the head.
+            target_embedding: [V, Ht] the target's input embedding (not read when `spec.own_embed`).
+            target_lm_head: [Vd, H], needed when not `spec.own_lm_head`.
+            d2t: [Vd] int64 offsets; None when Vd = V.
+
+        Raises:
+            HeadMismatchError: the target's tensors do not fit the head.
+            InvalidInputError: `d2t` is missing or no valid map.
+        """
+        super().__init__()
+        self.spec = spec
+        self.aux_layers = spec.aux_layers
+        self.hidden_size = spec.hidden_size
+        self.draft_vocab_size = spec.draft_vocab_size
+        self.attention_specs = spec.attention_specs
+        self.checkpoint_report: HeadReport | None = None
+        self._share_target(target_embedding, target_lm_head)
+        self._set_vocabulary(d2t, target_embedding.device)
+        self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
+
+    def _share_target(self, embedding: Tensor, lm_head: Tensor | None) -> None:
+        spec = self.spec
+        if not spec.own_embed:
+            check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
+        if not spec.own_lm_head:
+            if lm_head is None:
+                raise InvalidInputError("this head has no lm_head of its own: pass the target's lm_head weight")
+            check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
+        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
+        self.register_buffer("target_embedding", None if spec.own_embed else embedding.detach(), persistent=False)
+        shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
+        self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
+
+    def _set_vocabulary(self, d2t: Tensor | None, device: torch.device) -> None:
+        spec = self.spec
+        if d2t is None and spec.draft_vocab_size != spec.vocab_size:
+            raise InvalidInputError(
+                f"a head of {spec.draft_vocab_size} draft tokens for a vocabulary of {spec.vocab_size} needs d2t"
+            )
+        offsets = torch.zeros(spec.vocab_size, dtype=torch.int64) if d2t is None else d2t.detach().long()
+        if offsets.shape != (spec.draft_vocab_size,):
+            raise InvalidInputError(f"d2t has shape {list(offsets.shape)}, the head asks for [{spec.draft_vocab_size}]")
+        check_offsets(offsets, spec.vocab_size)
+        self.register_buffer("target_ids", ids_of(offsets).to(device), persistent=False)
+
+    def build_vocabulary(self) -> None:
+        """Make the embedding and lm_head that the checkpoint brings."""
+        spec = self.spec
+        if spec.own_embed:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if spec.own_lm_head:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 target-vocabulary ids -> [T, H]."""
+        table = self.target_embedding if self.target_embedding is not None else self.embed_tokens.weight
+        return F.embedding(token_ids, table)
+
+    def read(self, x: Tensor) -> Tensor:
+        """[R, H] -> [R, Vd] logits of lm_head."""
+        weight = self.target_lm_head if self.target_lm_head is not None else self.lm_head.weight
+        return F.linear(x.to(weight.dtype), weight)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
+        return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
+
+
+def check_shape(name: str, weight: Tensor, rows: int, columns: int) -> None:
+    """Refuse a tensor of the target that does not fit the head. Raises HeadMismatchError, which names both shapes."""
+    if tuple(weight.shape) != (rows, columns):
+        raise HeadMismatchError(
+            f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "
+            f"the head was made for {rows} rows of width {columns}"
+        )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attention.backends.reference import attend as dense_attend
-from drafters.base import Head
+from drafters.base import BlockHead, ChainHead, Head
 from drafters.loops.base import Attend
+from drafters.loops.block.chain import drafts_along
 
 ChooseDraft = Callable[[int, Tensor], Tensor]
 """(position of the token to be drafted, logits [1, Vd]) -> its id in the draft vocabulary [1] int64."""
@@ -37,11 +38,14 @@ def oracle_drafts(
     Returns:
         Target-vocabulary ids of drafts 1 … num_drafts.
     """
+    if isinstance(head, BlockHead):
+        return [] if not num_drafts else block_drafts(head, token_ids, aux_hidden_states, num_drafts, choose)
+    assert isinstance(head, ChainHead)
     return drafts_of((head,), token_ids, head.fuse(aux_hidden_states), num_drafts, choose)
 
 
 def drafts_of(
-    modules: Sequence[Head], token_ids: Tensor, base: Tensor, num_drafts: int, choose: ChooseDraft
+    modules: Sequence[ChainHead], token_ids: Tensor, base: Tensor, num_drafts: int, choose: ChooseDraft
 ) -> list[int]:
     """Drafts of modules that take turns, or of one head; base: [L, H], what the first one reads.
 
@@ -62,17 +66,38 @@ def drafts_of(
     return drafts
 
 
-def full_attend(head: Head, length: int) -> Attend:
-    """Attention over `length` positions, of each to those up to it."""
+def block_drafts(
+    head: BlockHead, token_ids: Tensor, aux_hidden_states: Tensor, num_drafts: int, choose: ChooseDraft
+) -> list[int]:
+    """`oracle_drafts` of a head that drafts in blocks: the whole context anew, and one mask over it and the block."""
+    length, device = len(aux_hidden_states), token_ids.device
+    context = head.context(head.fuse(aux_hidden_states), torch.arange(length, device=device))
+    positions = torch.arange(length, length + head.block_size, device=device)
+    ids = torch.full_like(positions, head.mask_token_id)
+    ids[0] = token_ids[-1]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attention_spec = head.attention_specs[layer]
-        position = torch.arange(length, device=query.device)
-        mask = position <= position[:, None]  # [L, L]
-        if attention_spec.window is not None:
-            mask &= position > position[:, None] - attention_spec.window
-        q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
-        out = dense_attend(q, k, v, mask[None, None], attention_spec)  # [1, Hq, L, Dv]
-        return out[0].transpose(0, 1).to(query.dtype)
+        keys, values = context[layer]
+        return _dense(head, layer, length, query, torch.cat([keys, key]), torch.cat([values, value]))
 
-    return attend
+    x = head.block(ids, positions, attend)[None]
+    draft = drafts_along(head, x, ids[:1], num_drafts, lambda slot, row: (choose(length + 1 + slot, row), None))
+    return draft.token_ids[0].tolist()
+
+
+def full_attend(head: Head, length: int) -> Attend:
+    """Attention over `length` positions, of each to those up to it."""
+    return lambda layer, query, key, value: _dense(head, layer, 0, query, key, value)
+
+
+def _dense(head: Head, layer: int, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of query [Q, Hq, D] at positions `first` on to key and value [S, Hkv, D] from 0 on -> [Q, Hq, D]."""
+    spec = head.attention_specs[layer]
+    theirs = torch.arange(len(key), device=query.device)
+    distance = first + torch.arange(len(query), device=query.device)[:, None] - theirs  # [Q, S]
+    mask = distance >= 0 if spec.causal else torch.ones_like(distance, dtype=torch.bool)
+    if spec.window is not None:
+        mask &= distance.abs() < spec.window
+    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
+    out = dense_attend(q, k, v, mask[None, None], spec)  # [1, Hq, Q, D]
+    return out[0].transpose(0, 1).to(query.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
-from drafters.base import Head
+from drafters.base import ChainHead
 
 
 def shift_left(x: Tensor, by: int) -> Tensor:
@@ -75,7 +75,7 @@ def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
     return out
 
 
-def unroll(head: Head, token_ids: Tensor, aux_hidden_states: Tensor, steps: int) -> list[Tensor]:
+def unroll(head: ChainHead, token_ids: Tensor, aux_hidden_states: Tensor, steps: int) -> list[Tensor]:
     """Run `steps` steps of the training-time test.
 
     Args:

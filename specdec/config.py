@@ -70,6 +70,8 @@ class EngineConfig:
         keep_prefixes: keep those of earlier calls where a hook or parametrization of the target has hidden state, see
             `specdec.wrapped.changes`.
         max_waiting_requests: most requests beyond `max_num_seqs` that may be in the engine; None: any number.
+        block_size: Q, tokens that a head writes behind a row's committed ones, however many drafts the row may have; 0
+            where it writes as many as there are drafts.
         extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
     """
 
@@ -86,6 +88,7 @@ class EngineConfig:
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
     keep_prefixes: bool = False
+    block_size: int = 0
     extras: tuple[Any, ...] = ()
     max_waiting_requests: int | None = None
 
@@ -119,6 +122,11 @@ class EngineConfig:
         return self.keyed and self.draft_sampling == "probabilistic"
 
     @property
+    def tokens_behind(self) -> int:
+        """Tokens that a head writes at most behind a row's committed ones: K, or Q."""
+        return max(self.num_speculative_tokens, self.block_size)
+
+    @property
     def num_head_pages(self) -> int:
-        """Pages of the head's pool: what fits the target's fits here, with K more tokens a row."""
-        return self.num_pages + self.max_num_seqs * -(-self.num_speculative_tokens // self.page_size)
+        """Pages of the head's pool: what fits the target's fits here, with the tokens that a head writes behind."""
+        return self.num_pages + self.max_num_seqs * -(-self.tokens_behind // self.page_size)

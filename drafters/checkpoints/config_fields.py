@@ -177,7 +177,7 @@ def unread_fields(config: Config, known: Collection[str], layers_are_chosen: boo
     told = {key for key in unread if not _is(_ALWAYS, key) and not _is(_EXPORTERS, key)}
     targets = {key for key in told if _is(_TARGETS, key)}
     kinds = {
-        "keys of a target": (targets, "config.json: no engine reads them of an EAGLE head"),
+        "keys of a target": (targets, "config.json: no engine reads them of a head"),
         UNKNOWN: (told - targets, "config.json: nothing here knows them; they change nothing"),
     }
     return tuple(ResolvedField(name, _said(unread, keys), note) for name, (keys, note) in kinds.items() if keys)

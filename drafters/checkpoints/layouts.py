@@ -32,6 +32,12 @@ class Layout(Enum):
     SPECULATORS = "speculators"
     DFLASH = "DFlash (block diffusion; dflash_config)"
     DSPARK = "DSpark (dspark_config)"
+    DFLASH2 = "DFlash2 (a selector and convolutions over the block)"
+    LAGUNA = "Laguna's DFlash (gated layers)"
+    LILICORR = "LiLiCorr"
+    FLASHMAP = "FlashMap"
+    HSPEC = "H-Spec"
+    EAGLE4 = "EAGLE-4"
     MEDUSA = "Medusa (independent heads; medusa_num_heads)"
     HYDRA = "Hydra (hydra_num_heads)"
     MLP_SPECULATOR = "MLP speculator (n_predict)"
@@ -166,10 +172,13 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     )
 
 
-_UNSERVED = {layout for layout, _, _ in _NAMED} | {
+_UNSERVED = {layout for layout, _, _ in _NAMED} - {Layout.DFLASH, Layout.DSPARK} | {
     *(Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS, Layout.MTP_OTHER),
 }
-_SERVED = "this kind of head is not supported: take an EAGLE-3 head, or draft='mtp' where the target has a module"
+_SERVED = (
+    "this kind of head is not supported: take an EAGLE-3, DFlash or DSpark head, or draft='mtp' where the target has a "
+    "module"
+)
 
 
 def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,19 +14,17 @@ from drafters.base import TargetFacts
 from drafters.checkpoints.config_fields import (
     HeadReport,
     ResolvedField,
-    ResolvedFields,
-    Shapes,
-    check_tensors,
     lookup,
     unread_fields,
 )
+from drafters.checkpoints.layer_fields import EMBEDDING
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
+from drafters.checkpoints.opened_head import OpenedHead
 from drafters.checkpoints.tensor_files import (
     CheckpointFolder,
     CheckpointPath,
     Names,
     StateDict,
-    filled,
     locate,
     naming,
     open_folder,
@@ -39,7 +34,6 @@ from drafters.checkpoints.tensor_files import (
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
 from drafters.eagle3.head import Eagle1Head, Eagle3Head
 from drafters.eagle3.layout import (
-    EMBEDDING,
     canonical_names,
     layer_names,
     resolve_eagle1,
@@ -50,37 +44,9 @@ from drafters.eagle3.layout import (
 from drafters.eagle3.overrides import KEYS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadLoadError
-from drafters.vocab import check_map, mask_of, most_frequent, offsets_of
+from drafters.vocab import mask_of, most_frequent, offsets_of
 
-_MAPS = ("d2t", "t2d")
 _NO_OVERRIDES = Eagle3Overrides()
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
-
-    folder: CheckpointFolder
-    layout: str
-    names: Names
-    spec: Eagle3Spec
-    fields: ResolvedFields
-
-    def shapes(self) -> Shapes:
-        """Shapes of all tensors, by parameter."""
-        return self.folder.shapes(self.names)
-
-    def load(self) -> StateDict:
-        """All tensors, by parameter."""
-        stored = self.folder.load(self.names.values())
-        return {parameter: stored[full] for parameter, full in self.names.items()}
-
-    @property
-    def report(self) -> HeadReport:
-        """The resolved fields with their sources, and the number of parameters."""
-        sizes = (math.prod(shape) for parameter, shape in self.shapes().items() if parameter not in _MAPS)
-        return HeadReport(self.folder.path, self.layout, self.fields, sum(sizes))
 
 
 def load_eagle(
@@ -105,13 +71,7 @@ def load_eagle(
         HeadMismatchError: the head was made for another target.
     """
     opened = _open(path, target, overrides)
-    weights = opened.load()
-    d2t = _read_map(opened, weights)
-    cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
-    head = filled(_new_head(opened.spec, target, d2t), cast)
-    head.checkpoint_report = opened.report
-    log.info("%s", head.checkpoint_report)
-    return head
+    return opened.loaded(lambda d2t: _new_head(opened.spec, target, d2t), dtype, device)
 
 
 def describe_eagle(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
@@ -191,15 +151,15 @@ def open_head(path: CheckpointPath) -> HeadFolder:
     return HeadFolder(folder, layout, short, stray)
 
 
-def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec]:
     found = open_head(path)
     with naming(found.folder.path):
         opened = _resolved(found, target, overrides)
-        _check_shapes(opened, target)
+        opened.check(lambda d2t: _new_head(opened.spec, target, d2t))
     return opened
 
 
-def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec]:
     folder, config = found.folder, found.folder.config
     written = format_of(config)
     names = canonical_names(found.names, written.deep_norm)
@@ -220,25 +180,7 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
     chosen = found.layout is Layout.EAGLE1 or overrides.aux_layers is not None
     fields += unread_fields(config, {*KEYS, *nested}, layers_are_chosen=chosen)
     fields += tuple(ResolvedField(name, ", ".join(own), reason) for name, (own, reason) in ignored.items() if own)
-    return _Opened(folder, f"{kind} layout", names, spec, fields)
-
-
-def _check_shapes(opened: _Opened, target: TargetFacts) -> None:
-    spec = opened.spec
-    sizes = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
-    module = _new_head(spec, target, torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    needed = {"d2t"} if spec.draft_vocab_size < spec.vocab_size else set()
-    check_tensors(opened.shapes(), expected | {name: sizes[name] for name in _MAPS if name in needed | {*opened.names}})
-
-
-def _read_map(opened: _Opened, weights: StateDict) -> Tensor | None:
-    d2t = weights.get("d2t")
-    if d2t is None:
-        return None
-    with naming(opened.folder.path):
-        check_map(d2t, opened.spec.vocab_size, weights.get("t2d"))
-    return d2t.long()
+    return OpenedHead(folder, f"{kind} layout", names, spec, fields)
 
 
 def _new_head(spec: Eagle3Spec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> Eagle3Head:

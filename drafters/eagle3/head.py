@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from attention.errors import InvalidInputError
-from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
-from drafters.errors import HeadMismatchError
-from drafters.layers import Attention, CosSin, GatedMLP, PlainLayer, norm_of
+from drafters.layers import Attention, CosSin, GatedMLP, PlainLayer, SharingHead, norm_of
 from drafters.loops.base import Attend, LoopSize
 from drafters.loops.chain import ChainLoop
 from drafters.loops.head_passes import EaglePasses
-from drafters.rope import Rotary
-from drafters.vocab import check_offsets, ids_of, offsets_of
+from drafters.vocab import offsets_of
 
 
 class Eagle3Layer(nn.Module):
@@ -43,16 +38,13 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(SharingHead):
     """An EAGLE-3 head; satisfies `drafters.base.Head` and `drafters.checkpoints.config_fields.Reported`.
 
-    Parameters carry the checkpoint's names. The target's embedding (and lm_head) are shared tensors: they are no
-    parameters, are not copied and do not appear in the state dict.
+    Parameters carry the checkpoint's names.
     """
 
-    target_embedding: Tensor | None
-    target_lm_head: Tensor | None
-    target_ids: Tensor
+    spec: Eagle3Spec
 
     def __init__(
         self,
@@ -62,31 +54,13 @@ class Eagle3Head(nn.Module):
         d2t: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Build a head with fresh float32 weights.
+        """Build a head with fresh float32 weights; arguments and errors as of `SharingHead`.
 
-        Args:
-            spec: the head.
-            target_embedding: [V, Ht] the target's input embedding (not read when `spec.own_embed`).
-            target_lm_head: [Vd, H], needed when not `spec.own_lm_head`.
-            d2t: [Vd] int64 offsets; None when Vd = V.
-            device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
-                `load_state_dict(..., assign=True)`.
-
-        Raises:
-            HeadMismatchError: the target's tensors do not fit the head.
-            InvalidInputError: `d2t` is missing or no valid map.
+        device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
+        `load_state_dict(..., assign=True)`.
         """
-        super().__init__()
-        self.spec = spec
-        self.aux_layers = spec.aux_layers
-        self.hidden_size = spec.hidden_size
-        self.draft_vocab_size = spec.draft_vocab_size
-        self.attention_specs = spec.attention_specs
+        super().__init__(spec, target_embedding, target_lm_head, d2t)
         self._fuses = spec.has_fc
-        self.checkpoint_report: HeadReport | None = None
-        self._share_target(target_embedding, target_lm_head)
-        self._set_vocabulary(d2t, target_embedding.device)
-        self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
         with device or target_embedding.device:
             self._build_modules()
 
@@ -105,35 +79,8 @@ class Eagle3Head(nn.Module):
         other.load_state_dict(state, assign=True)
         return other.eval().requires_grad_(False)
 
-    def _share_target(self, embedding: Tensor, lm_head: Tensor | None) -> None:
-        spec = self.spec
-        if not spec.own_embed:
-            check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
-        if not spec.own_lm_head:
-            if lm_head is None:
-                raise InvalidInputError("this head has no lm_head of its own: pass the target's lm_head weight")
-            check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
-        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
-        self.register_buffer("target_embedding", None if spec.own_embed else embedding.detach(), persistent=False)
-        shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
-        self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
-
-    def _set_vocabulary(self, d2t: Tensor | None, device: torch.device) -> None:
-        spec = self.spec
-        if d2t is None and spec.draft_vocab_size != spec.vocab_size:
-            raise InvalidInputError(
-                f"a head of {spec.draft_vocab_size} draft tokens for a vocabulary of {spec.vocab_size} needs d2t"
-            )
-        offsets = torch.zeros(spec.vocab_size, dtype=torch.int64) if d2t is None else d2t.detach().long()
-        if offsets.shape != (spec.draft_vocab_size,):
-            raise InvalidInputError(f"d2t has shape {list(offsets.shape)}, the head asks for [{spec.draft_vocab_size}]")
-        check_offsets(offsets, spec.vocab_size)
-        self.register_buffer("target_ids", ids_of(offsets).to(device), persistent=False)
-
     def _build_modules(self) -> None:
         spec = self.spec
-        if spec.own_embed:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         if spec.has_fc:
             self.fc = nn.Linear(spec.aux_size, spec.hidden_size, bias=spec.fc_bias)
         if spec.input_norm:
@@ -144,8 +91,7 @@ class Eagle3Head(nn.Module):
         self.midlayer = Eagle3Layer(spec)
         self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(1, spec.num_layers)})
         self.norm = norm_of(spec)
-        if spec.own_lm_head:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+        self.build_vocabulary()
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
@@ -180,8 +126,7 @@ class Eagle3Head(nn.Module):
         Returns:
             The block output [T, H] or [R, H], before the final norm.
         """
-        table = self.target_embedding if self.target_embedding is not None else self.embed_tokens.weight
-        embedded = F.embedding(token_ids, table).to(hidden.dtype)  # [T, H]
+        embedded = self.embed(token_ids).to(hidden.dtype)  # [T, H]
         cos_sin = self.rotary(positions)
         further = list(self.layers.values())
         x = self.midlayer(embedded, hidden, cos_sin, attend, None if further else rows)
@@ -191,16 +136,11 @@ class Eagle3Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, Vd] draft logits."""
-        weight = self.target_lm_head if self.target_lm_head is not None else self.lm_head.weight
-        return F.linear(self.norm(x).to(weight.dtype), weight)
+        return self.read(self.norm(x))
 
     def feedback(self, x: Tensor) -> Tensor:
         """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
         return x if self.spec.feedback == "pre_norm" else self.norm(x)
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
-        return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
 
     def draft_loop(self, limits: LoopSize) -> ChainLoop:
         """A chain."""
@@ -230,12 +170,3 @@ class Eagle1Head(Eagle3Head):
     ) -> Tensor:
         """In place of EAGLE-3's first layer, which is a module: embedded, hidden [T, H] -> [T, H]."""
         return self.fc(torch.cat((embedded, hidden), dim=-1))  # embedding first
-
-
-def check_shape(name: str, weight: Tensor, rows: int, columns: int) -> None:
-    """Refuse a tensor of the target that does not fit the head. Raises HeadMismatchError, which names both shapes."""
-    if tuple(weight.shape) != (rows, columns):
-        raise HeadMismatchError(
-            f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "
-            f"the head was made for {rows} rows of width {columns}"
-        )

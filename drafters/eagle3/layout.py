@@ -24,6 +24,7 @@ from drafters.checkpoints.config_fields import (
     resolve_windows,
     rope_to_config,
 )
+from drafters.checkpoints.layer_fields import refuse_quantised, size_fields, vocabulary_fields
 from drafters.checkpoints.tensor_files import Json
 from drafters.eagle3.formats import Format, flattened, format_of, resolve_aux_layers
 from drafters.eagle3.overrides import (
@@ -35,7 +36,7 @@ from drafters.eagle3.overrides import (
     Eagle3Overrides,
 )
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
-from drafters.errors import HeadLoadError, HeadMismatchError
+from drafters.errors import HeadLoadError
 
 _LEGACY_AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
@@ -112,7 +113,7 @@ def _layer_fields(config: Config, shapes: Shapes, target: TargetFacts, first_pos
     layers, attention = _num_layers(config, shapes, target), "midlayer.self_attn."
     present = partial(by_presence, config, shapes)
     return [
-        *_sizes(config, target),
+        *size_fields(config, target),
         layers,
         read(config, "rms_norm_eps", float, default=1e-6),
         resolve_rope(config, first_position),
@@ -123,10 +124,6 @@ def _layer_fields(config: Config, shapes: Shapes, target: TargetFacts, first_pos
         present("qk_norm", attention + "q_norm.weight", "use_qk_norm"),
         *resolve_windows(config, layers.value),
     ]
-
-
-EMBEDDING = "embed_tokens.weight"
-"""A stored embedding is not read: the reference code, too, puts the target's in its place."""
 
 
 def layer_names(names: Mapping[str, str]) -> dict[str, str]:
@@ -155,11 +152,7 @@ def _refuse_unsupported(config: Config) -> None:
     Raises:
         HeadLoadError: quantised weights, another activation, several heads, or ModelOpt's norms of inputs.
     """
-    if lookup(config, "quantization_config") is not None:
-        raise HeadLoadError("quantised EAGLE heads are not supported (config.json has quantization_config)")
-    activation = read(config, "activation", str, "hidden_act", "hidden_activation", default="silu").value
-    if activation != "silu":
-        raise HeadLoadError(f"EAGLE heads use the activation silu, config.json says {activation!r}")
+    refuse_quantised(config, "EAGLE")
     # Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py (eagle_config).
     for key in PARALLEL_DRAFT_STEP:
         steps = lookup(config, key)
@@ -189,39 +182,6 @@ def _refuse_deep_fusion(shapes: Shapes) -> None:
         )
 
 
-def _sizes(config: Config, target: TargetFacts) -> list[ResolvedField]:
-    """Widths, heads and vocabulary of an EAGLE head, checked against its target.
-
-    Raises:
-        HeadMismatchError: made for a target of another hidden size or vocabulary.
-        HeadLoadError: a size is missing or no number.
-    """
-    hidden = read(config, "hidden_size", int)
-    target_hidden = _or_other(config, "target_hidden_size", hidden)
-    if target_hidden.value != target.hidden_size:
-        raise HeadMismatchError(
-            f"the head was made for a target of hidden size {target_hidden.value}, this target has {target.hidden_size}"
-        )
-    vocab = read(config, "vocab_size", int)
-    if vocab.value not in (target.vocab_size, len(target.embedding)):  # of some targets it is padded, and counted so
-        raise HeadMismatchError(
-            f"the head was made for a vocabulary of {vocab.value} tokens, this target has {target.vocab_size}"
-        )
-    is_llama4 = lookup(config, "model_type") == "llama4_text"
-    mlp_key = "intermediate_size_mlp" if is_llama4 else "intermediate_size"
-    heads = read(config, "num_heads", int, "num_attention_heads")
-    head_dim = hidden.value // max(heads.value, 1)
-    return [
-        hidden,
-        target_hidden,
-        vocab,
-        read(config, "intermediate_size", int, mlp_key),
-        heads,
-        _or_other(config, "num_kv_heads", heads, "num_key_value_heads"),
-        read(config, "head_dim", int, default=head_dim, default_source="default: hidden_size / num_heads"),
-    ]
-
-
 def _num_layers(config: Config, shapes: Shapes, target: TargetFacts) -> ResolvedField:
     """Decoder layers, counted by their tensors; shapes: by canonical name. Many published heads of one layer have their
     target's config.json with the target's number of layers (SafeAILab's Vicuna heads, AngelSlim's templates).
@@ -240,24 +200,14 @@ def _num_layers(config: Config, shapes: Shapes, target: TargetFacts) -> Resolved
     )
 
 
-def _or_other(config: Config, name: str, other: ResolvedField, *keys: str) -> ResolvedField:
-    return read(config, name, int, *keys, default=other.value, default_source=f"default: {other.name}")
-
-
 def _vocabulary(config: Config, shapes: Shapes) -> list[ResolvedField]:
-    # tie_word_embeddings is not read: it is copied from the target's config.json, and the tensor decides.
-    has_lm_head = "lm_head.weight" in shapes
-    vocab = read(config, "vocab_size", int)
-    draft = _or_other(config, "draft_vocab_size", vocab)
-    if not has_lm_head and draft.value != vocab.value:
-        raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
-    if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
+    draft, own_embed, own_lm_head = vocabulary_fields(config, shapes)
+    if not own_lm_head.value and lookup(config, LM_HEAD_FLAG) is False:
         raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
-    own_embed = by_presence({}, shapes, "own_embed", EMBEDDING)
     if not own_embed.value:
         unscaled = ": the target's rows, without the factor that some targets (Gemma) multiply them by"
         own_embed = replace(own_embed, source=own_embed.source + unscaled)
-    return [draft, own_embed, by_presence({}, shapes, "own_lm_head", "lm_head.weight")]
+    return [draft, own_embed, own_lm_head]
 
 
 def _modules(config: Config, shapes: Shapes) -> list[ResolvedField]:

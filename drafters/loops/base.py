@@ -44,6 +44,18 @@ class Attend(Protocol):
         """
 
 
+class BlockChain(Protocol):
+    """How the draft of a block's slot depends on the drafts before it; `drafters.loops.block.chain` has them all."""
+
+    def step(
+        self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """logits [R, Vd] and outputs hidden [R, H] of a slot, target ids previous [R] -> logits to choose from, state.
+
+        previous: the drafts before, or the bonus token. state: None before the block's first draft.
+        """
+
+
 @dataclass(frozen=True)
 class Draft:
     """The drafts of one round, on the device.

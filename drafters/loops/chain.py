@@ -18,7 +18,7 @@ from torch import Tensor
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
 from attention.staging import A, Arrays, Section, Staged, array
-from drafters.base import Head
+from drafters.base import ChainHead
 from drafters.loops.base import (
     Attend,
     Choose,
@@ -125,7 +125,7 @@ class ChainLoop(_TurnsLoop):
     name = "chains of drafts"
     num_following = 1
 
-    def __init__(self, head: Head, passes: type[HeadPasses] = HeadPasses) -> None:
+    def __init__(self, head: ChainHead, passes: type[HeadPasses] = HeadPasses) -> None:
         """passes: the kind of the head's passes, as functions of tensors."""
         self.section = DraftSection(1)
         self._head = head
@@ -203,7 +203,7 @@ class ModuleLoop(_TurnsLoop):
 
 
 def run_prefill(
-    modules: Sequence[Head],
+    modules: Sequence[ChainHead],
     runner: GroupRunner,
     aux: Tensor,
     passes: Sequence[DevicePass],
@@ -236,7 +236,7 @@ def run_prefill(
 
 
 def run_steps(
-    modules: Sequence[Head],
+    modules: Sequence[ChainHead],
     runner: GroupRunner,
     last: Sequence[Tensor],
     inputs: DraftInputs,
@@ -270,7 +270,12 @@ def run_steps(
 
 
 def _forward(
-    module: Head, runner: GroupRunner, metadata: CommonAttentionMetadata, layer: int, tokens: Tensor, hidden: Tensor
+    module: ChainHead,
+    runner: GroupRunner,
+    metadata: CommonAttentionMetadata,
+    layer: int,
+    tokens: Tensor,
+    hidden: Tensor,
 ) -> Tensor:
     """A module over its own layers in the cache group, which begin at `layer`: tokens [T], hidden [T, H] -> [T, H]."""
     attend: Attend = partial(runner.attend, runner.plan(metadata))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
-from drafters.base import Head
+from drafters.base import ChainHead, Head
 from drafters.loops.base import Attend
 
 Passed = tuple[Tensor, Tensor]
@@ -22,7 +22,7 @@ class HeadPasses:
     can_compile = False
     """Whether the compiler is known to trace the head's code into one graph."""
 
-    def __init__(self, head: Head, before: Head | None = None) -> None:
+    def __init__(self, head: ChainHead, before: ChainHead | None = None) -> None:
         """before: the module whose outputs it reads, of several that take turns; default the head itself."""
         self.head = head
         self.before = before or head
@@ -62,7 +62,7 @@ class HeadPasses:
         return opaque_attend(query, key, value, None, self.channel.number, layer)
 
 
-class RowSelecting(Head, Protocol):
+class RowSelecting(ChainHead, Protocol):
     """A head whose forward can compute the outputs of some rows only."""
 
     def forward(
@@ -73,7 +73,7 @@ class RowSelecting(Head, Protocol):
         attend: Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """As `Head.forward`; rows: [R] int64, the rows to compute outputs for -> [R, H]."""
+        """As `ChainHead.forward`; rows: [R] int64, the rows to compute outputs for -> [R, H]."""
 
 
 class EaglePasses(HeadPasses):
@@ -88,7 +88,7 @@ class EaglePasses(HeadPasses):
         return self._with_logits(self.head.forward(token_ids, hidden, positions, self._attend, rows=last_row))
 
 
-class PortedHead(Head, Protocol):
+class PortedHead(ChainHead, Protocol):
     """A head whose block is a transformers layer, which calls attention through a port."""
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
@@ -111,7 +111,7 @@ class MtpPasses(HeadPasses):
         return self.head.run_block(token_ids, hidden, positions)
 
 
-class TokenReader(Head, Protocol):
+class TokenReader(ChainHead, Protocol):
     """A head that reads the token at p at position p. Its block output is its logits."""
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drafters.base import Head
+from drafters.base import ChainHead
 from drafters.errors import HeadLoadError
 from drafters.mtp.spec import MtpSpec
 from drafters.unroll import Gain, TttAttend, shift_left, unroll
@@ -32,7 +32,7 @@ _FIRST, _FED_BACK = range(1, 2), range(2, 5)
 """Numbers of the drafts that decide the projection's order and the feedback, whose effect grows per step."""
 
 
-class CheckedModule(Head, Protocol):
+class CheckedModule(ChainHead, Protocol):
     """The parts of a module that its input convention concerns; copies of it are run with the other convention."""
 
     spec: MtpSpec

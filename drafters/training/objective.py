@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.base import Head
+from drafters.base import ChainHead
 from drafters.training.data import AnswerSet
 from drafters.unroll import shift_left, unroll
 
@@ -127,7 +127,7 @@ def draft_targets(logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def evaluate_batch(
-    head: Head, batch: Batch, aux_hidden_states: Tensor, logits: Tensor, steps: int, decay: float
+    head: ChainHead, batch: Batch, aux_hidden_states: Tensor, logits: Tensor, steps: int, decay: float
 ) -> BatchLoss:
     """Run the training-time test on a batch and score every step.
 

@@ -75,7 +75,7 @@ class Launcher:
         self._table = table
         self._page_size = config.page_size
         self._extras = config.extras
-        self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
+        self._behind = 0 if scheduler.head_pages is None else config.tokens_behind
         self._counters = counters
         self._queue_verification = queue_verification
         self._reserved: RoundTables | None = None
@@ -93,7 +93,7 @@ class Launcher:
         schedule = self._scheduler.schedule()
         if schedule is None:
             return None
-        tables = self.tables(schedule, self._num_drafts)
+        tables = self.tables(schedule, self._behind)
         loop = None
         if committed is not None and draft is None and tables.head is not None:
             loop = draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
@@ -123,7 +123,7 @@ class Launcher:
         schedule = self._scheduler.joined(launched.schedule)
         if len(schedule.rows) == len(launched.schedule.rows):
             return launched
-        target = target_arrays(schedule, self._table, self.tables(schedule, self._num_drafts))
+        target = target_arrays(schedule, self._table, self.tables(schedule, self._behind))
         device = self.send(target, schedule.rows, partial(self.executor.send, None))
         self._table.mark_batch(schedule.rows)
         return LaunchedRound(schedule, target, device, launched.draft)
@@ -161,7 +161,7 @@ class Launcher:
         """
         places = self._table.previous[schedule.rows]
         if draft is None:
-            tables = self.tables(schedule, self._num_drafts)
+            tables = self.tables(schedule, self._behind)
             assert tables.head is not None
             own = (self._table, tables.head, self._page_size, False)
             loop = draft_input(committed.verified, schedule, *own)
@@ -209,7 +209,7 @@ class Launcher:
         head = self._scheduler.head_pages
         width = pages.width_for(longest)
         windowed = tuple(WindowedTable(g.reach, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
-        own = None if head is None else head.table[:, :width]
+        own = None if head is None else head.table[:, : head.width_for(longest)]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
     def send(self, target: TargetArrays, rows: np.ndarray, to: Callable[[TargetArrays, SamplingRound | None], T]) -> T:
@@ -230,7 +230,7 @@ class Launcher:
             return None
         self._reserved = None
         if self._scheduler.reserve_next(current.schedule):
-            self._reserved = self.tables(current.schedule, 1 + 2 * self._num_drafts).rows(rows)
+            self._reserved = self.tables(current.schedule, 1 + 2 * self._behind).rows(rows)
         if self._reserved is None or not isinstance(verification, ChainedVerification):
             return None
         none = np.zeros(len(rows), np.int64)

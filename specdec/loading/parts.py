@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, GraphBackend
-from drafters.base import Head
+from drafters.base import BlockHead, Head
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.import_names import uncollected
@@ -219,6 +219,8 @@ def _sized(
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, pools, extras, options)
+    if isinstance(head, BlockHead):
+        config = replace(config, block_size=head.block_size)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True

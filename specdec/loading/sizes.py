@@ -19,7 +19,7 @@ from attention.groups import layers_by_group, reaches_of
 from attention.hf.model_specific import changing_rope, dense_up_to
 from attention.hf.weights import stored_bytes
 from attention.spec import Reach
-from drafters.base import Head, PicksDrafts
+from drafters.base import BlockHead, Head, PicksDrafts
 from specdec.config import EngineConfig, WindowedPool
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 from specdec.options import LoadOptions
@@ -49,16 +49,18 @@ _TESTED_ROWS, _TESTED_TOKENS = 3, 64
 
 
 def num_drafts(asked: int | None, head: Head | None, lookup: bool, model: PreTrainedModel) -> int:
-    """K: the given one, else 5 with a head, of a small model what pays for this target, 8 with drafts by lookup alone,
-    and 0 without drafts. A SpecdecWarning where no number pays.
+    """K: the given one, else 5 with a head, all of a block, of a small model what pays for this target, 8 with drafts
+    by lookup alone, and 0 without drafts. A SpecdecWarning where no number pays.
 
     Raises:
-        InvalidInputError: drafts that nothing makes.
+        InvalidInputError: drafts that nothing makes, or more than a block has.
     """
     if asked and head is None and not lookup:
         raise InvalidInputError(
             f'num_speculative_tokens={asked} needs a draft head: give draft=… ("lookup" needs none)'
         )
+    if isinstance(head, BlockHead):
+        return _block_drafts(asked, head)
     if asked is not None:
         return asked
     if isinstance(head, PicksDrafts):
@@ -70,6 +72,16 @@ def num_drafts(asked: int | None, head: Head | None, lookup: bool, model: PreTra
             )
         return drafts
     return DEFAULT_DRAFTS if head is not None else LOOKUP_DRAFTS if lookup else 0
+
+
+def _block_drafts(asked: int | None, head: BlockHead) -> int:
+    most = head.block_size - head.first_slot
+    if asked is not None and asked > most:
+        raise InvalidInputError(
+            f"num_speculative_tokens={asked}: this head drafts in blocks of {head.block_size} tokens, which give "
+            f"{most} drafts; it was not trained for more, which would spoil all of them; give {most} or less"
+        )
+    return most if asked is None else asked
 
 
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:

@@ -101,8 +101,9 @@ def fixed_shape(config: EngineConfig, rows: int) -> FixedShape:
 
 
 def most_pages(config: EngineConfig) -> int:
-    """Pages of the longest row, padding tokens after its own included."""
-    return -(-(config.max_model_len + config.num_speculative_tokens + 1) // config.page_size)
+    """Pages of the longest row, padding tokens after its own and a head's block included."""
+    more = max(config.num_speculative_tokens + 1, config.block_size)
+    return -(-(config.max_model_len + more) // config.page_size)
 
 
 def group_entries(config: EngineConfig) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from drafters.base import Head, OtherReading
+from drafters.base import ChainHead, Head, OtherReading
 from drafters.checkpoints.config_fields import Reported
 from drafters.families import FAMILIES
 from drafters.unroll import Gain
@@ -150,7 +150,12 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     verdict, cause = _judged(rounds if own is None else own.stats, best, head_can_vary=own is not None)
     if best is not None:
         cause += _origin(head, best.reading)
-    elif own is not None and verdict == "low" and (found := check_map(head, passages, states)).is_wrong:
+    elif (
+        own is not None
+        and isinstance(head, ChainHead)
+        and verdict == "low"
+        and (found := check_map(head, passages, states)).is_wrong
+    ):
         cause = found.cause
     return Agreement(len(done), tokens, rounds, None if own is None else own.stats, tried, best, verdict, cause)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from drafters.base import Head
+from drafters.base import ChainHead, Head
 from drafters.unroll import Gain, unroll
 from specdec.acceptance.accept import accept_greedy
 from specdec.requests.request import Completion
@@ -94,13 +95,13 @@ class Chains:
         return pool(RoundRecord(drafted, accepted, accepted + 1) for drafted, accepted in pairs)
 
 
-def runs_in_chains(head: Head) -> bool:
-    """Whether the training-time test can run a head's attention."""
-    return not any(k.features for k in head.attention_specs)
+def runs_in_chains(head: Head) -> TypeGuard[ChainHead]:
+    """Whether the training-time test can run a head: one that reads its own output, and its attention."""
+    return isinstance(head, ChainHead) and not any(k.features for k in head.attention_specs)
 
 
 @torch.no_grad()
-def chains(head: Head, passages: Sequence[Passage], states: Iterable[States], num_drafts: int) -> Chains:
+def chains(head: ChainHead, passages: Sequence[Passage], states: Iterable[States], num_drafts: int) -> Chains:
     """Draft from every position of every answer.
 
     Args:
@@ -111,7 +112,7 @@ def chains(head: Head, passages: Sequence[Passage], states: Iterable[States], nu
     return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
 
 
-def _chains_of(head: Head, passage: Passage, states: States, num_drafts: int) -> Chains:
+def _chains_of(head: ChainHead, passage: Passage, states: States, num_drafts: int) -> Chains:
     ids = passage.token_ids
     rows, draft_ids = _draft_ids(head, passage, states, num_drafts)
     drafted = (len(ids) - 2 - rows).clamp(max=num_drafts)
@@ -120,7 +121,7 @@ def _chains_of(head: Head, passage: Passage, states: States, num_drafts: int) ->
     return Chains(drafted, accept_greedy(head.to_target_ids(draft_ids), drafted, wanted).num_accepted)
 
 
-def _draft_ids(head: Head, passage: Passage, states: States, num_drafts: int) -> tuple[Tensor, Tensor]:
+def _draft_ids(head: ChainHead, passage: Passage, states: States, num_drafts: int) -> tuple[Tensor, Tensor]:
     """The rows [C] of an answer that draft, and what each drafts [C, K].
 
     Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on.
@@ -172,7 +173,7 @@ class MapCheck:
 
 
 @torch.no_grad()
-def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States]) -> MapCheck:
+def check_map(head: ChainHead, passages: Sequence[Passage], states: Iterable[States]) -> MapCheck:
     """Compare a head's vocabulary map with one learnt from answers.
 
     Args:
@@ -194,7 +195,7 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States])
     return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
 
 
-def _first_drafts(head: Head, passage: Passage, states: States) -> list[tuple[int, int]]:
+def _first_drafts(head: ChainHead, passage: Passage, states: States) -> list[tuple[int, int]]:
     """(draft id of the first draft, the target's own token) at each position of an answer."""
     rows, draft_ids = _draft_ids(head, passage, states, 1)
     return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))

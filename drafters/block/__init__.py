@@ -1,0 +1,1 @@
+"""Block-parallel draft heads (DFlash, DSpark): spec, modules, formats, strict load; `family.py`."""

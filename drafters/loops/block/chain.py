@@ -1,0 +1,90 @@
+"""How the drafts of a block depend on each other: not at all (DFlash), or each on the one before it (DSpark).
+
+All slots have logits from one pass; the chain then goes over them from left to right and adds a bias that depends on
+the draft before. So q of draft k is that of the drafted predecessor. Drafts are mapped to target ids before the next
+look-up.
+
+Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark (arithmetic of the variants); DSpark, arXiv 2607.05147.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from drafters.base import BlockHead
+from drafters.loops.base import BlockChain, Choose, Draft
+
+
+class Independent:
+    """Every slot by itself; a `drafters.loops.base.BlockChain`."""
+
+    def step(self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, None]:
+        return logits, None
+
+
+class Markov(nn.Module):
+    """A bias of low rank from the token before: W2·W1[previous]; a `drafters.loops.base.BlockChain`."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        """vocab_size: V of the tokens before. draft_vocab_size: Vd of the logits."""
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+
+    def step(
+        self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        before, state = self._before(self.markov_w1(previous), hidden, state)
+        return logits + self.markov_w2(before), state
+
+    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """embedded [R, r] of the token before, hidden [R, H] -> what W2 reads [R, r], and the next state."""
+        return embedded, state
+
+
+class GatedMarkov(Markov):
+    """The token before is weighed by a gate that reads the slot's output."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+
+    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return embedded * torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), -1))), state
+
+
+class RecurrentMarkov(Markov):
+    """All tokens before, by a state of width r that begins at 0 in every block."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        state = torch.zeros_like(embedded) if state is None else state
+        gate, candidate, output = self.joint_proj(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+
+MARKOVS = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
+"""By the name that configurations give them."""
+
+
+def drafts_along(head: BlockHead, x: Tensor, bonus: Tensor, num_drafts: int, choose: Choose) -> Draft:
+    """Drafts 1 … num_drafts from the outputs x [R, Q, H] of whole blocks; bonus: [R] int64 tokens.
+
+    The slots behind the last draft are dropped.
+    """
+    hidden = x[:, head.first_slot : head.first_slot + num_drafts].transpose(0, 1)  # [n, R, H]
+    logits = head.logits(hidden.flatten(0, 1)).view(num_drafts, len(bonus), -1)
+    chain: BlockChain = head.chain
+    state, previous, token_ids, probs = None, bonus, list[Tensor](), list[Tensor | None]()
+    for slot in range(num_drafts):
+        biased, state = chain.step(logits[slot], previous, hidden[slot], state)
+        ids, q = choose(slot, biased)
+        previous = head.to_target_ids(ids)
+        token_ids.append(previous)
+        probs.append(q)
+    return Draft.of(token_ids, probs)
