@@ -70,8 +70,8 @@ class EngineConfig:
         keep_prefixes: keep those of earlier calls where a hook or parametrization of the target has hidden state, see
             `specdec.wrapped.changes`.
         max_waiting_requests: most requests beyond `max_num_seqs` that may be in the engine; None: any number.
-        block_size: Q, tokens that a head writes behind a row's committed ones, however many drafts the row may have; 0
-            where it writes as many as there are drafts.
+        block_size: Q, tokens that a head writes behind a row's committed ones, however many drafts the row may have,
+            beyond max_model_len too; 0 where it writes as many as there are drafts.
         extras: what only some engines' rounds have, see `specdec.rounds.extras.RoundExtra`; at most one of a class.
     """
 

@@ -124,7 +124,7 @@ ROOMS = [
     "drafters/loops",
     "drafters/loops/block",
     "drafters/unroll.py",
-    "drafters/layers.py",
+    "drafters/layer_spec.py",
     "drafters/eagle3",
     "drafters/block",
     "drafters/mtp",

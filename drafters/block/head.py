@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from drafters.block.spec import BlockSpec
-from drafters.layers import PlainLayer, SharingHead, norm_of
+from drafters.eagle3.head import PlainLayer, SharingHead, norm_of
 from drafters.loops.base import Attend, BlockChain, LoopSize
-from drafters.loops.block.chain import MARKOVS, Independent, Markov
 from drafters.loops.block.loop import BlockLoop
+from drafters.loops.block.markov import MARKOVS, Independent, Markov
 
 
 class BlockParallelHead(SharingHead):

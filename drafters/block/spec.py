@@ -8,8 +8,8 @@ from typing import Literal
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
 from drafters.base import Layers
-from drafters.layers import LayerSpec
-from drafters.loops.block.chain import MARKOVS
+from drafters.layer_spec import LayerSpec
+from drafters.loops.block.markov import MARKOVS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, Layers
-from drafters.layers import LayerSpec
+from drafters.layer_spec import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True)

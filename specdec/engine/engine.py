@@ -116,14 +116,11 @@ class Engine:
         self.table = RowTable(c.max_num_seqs, c.max_model_len, (e.columns(c.max_num_seqs) for e in c.extras))
         loop = None if drafter is None else drafter.loop
         cache = prefix_cache(c, loop)
-        size = c.max_num_seqs, c.max_model_len, c.page_size
+        size = c.max_num_seqs, c.max_model_len + c.block_size, c.page_size
         pages = BlockTables(c.num_pages, *size, None if cache is None else cache.pages)
         head_pages = None
         if loop is not None:
-            longest = c.max_model_len + c.block_size
-            head_pages = BlockTables(
-                c.num_head_pages, c.max_num_seqs, longest, c.page_size, None if cache is None else cache.head_pages
-            )
+            head_pages = BlockTables(c.num_head_pages, *size, None if cache is None else cache.head_pages)
         allocators = [None] * len(c.windowed) if cache is None else cache.windowed
         windowed = [windowed_tables(c, pool, own) for pool, own in zip(c.windowed, allocators, strict=True)]
         prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages, windowed)

@@ -209,7 +209,7 @@ class Launcher:
         head = self._scheduler.head_pages
         width = pages.width_for(longest)
         windowed = tuple(WindowedTable(g.reach, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
-        own = None if head is None else head.table[:, : head.width_for(longest)]
+        own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
     def send(self, target: TargetArrays, rows: np.ndarray, to: Callable[[TargetArrays, SamplingRound | None], T]) -> T:

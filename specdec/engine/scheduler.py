@@ -270,8 +270,7 @@ class Scheduler:
             pages.free_behind(rows, self._table.computed[rows])
 
     def reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
-        """Pages for `tokens` of each row, and on the head's side for K more, or a block: drafting may begin before the
-        commit.
+        """Pages for `tokens` of each row, and of the head's for K more or a block: drafting may begin before the commit.
 
         Surplus pages, of rejected drafts, are freed only with `exactly`, when other rows need them. When a later group
         has too few, earlier groups keep their reserved pages as surplus.
@@ -281,18 +280,11 @@ class Scheduler:
         for pages in self.windowed_pages:
             size(pages, rows, tokens)
         if self.head_pages is not None:
-            drafts = self._table.drafts[rows]
-            size(self.head_pages, rows, np.where(drafts > 0, self.head_tokens(tokens, drafts), 0))
+            drafts, block = self._table.drafts[rows], self._config.block_size
+            more = np.minimum(tokens + np.maximum(drafts, block), self._config.max_model_len + block)
+            size(self.head_pages, rows, np.where(drafts > 0, more, 0))
         if CHECKS.on and self.prefixes is not None:
             self.prefixes.check_writable(rows)
-
-    def head_tokens(self, tokens: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """[B] tokens of the head's cache where drafting begins behind so many [B] at most, of rows with K `drafts`.
-
-        A whole block is written even where fewer drafts, or none of its slots, lie within max_model_len.
-        """
-        block = self._config.block_size
-        return np.minimum(tokens + np.maximum(drafts, block), self._config.max_model_len + block)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""

@@ -218,9 +218,7 @@ def _sized(
     extras = tuple(_extras(probed, rows, options, lookup, greedy))
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
-    config = _config(rows, pools, extras, options)
-    if isinstance(head, BlockHead):
-        config = replace(config, block_size=head.block_size)
+    config = _config(rows, pools, extras, options, head)
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True
@@ -249,7 +247,9 @@ def _sized(
     )
 
 
-def _config(rows: Rows, pools: Pools, extras: tuple[RoundExtra, ...], options: LoadOptions) -> EngineConfig:
+def _config(
+    rows: Rows, pools: Pools, extras: tuple[RoundExtra, ...], options: LoadOptions, head: Head | None
+) -> EngineConfig:
     """The configuration, prefix caching off: whether it can be on depends on the draft loop for these sizes."""
     return EngineConfig(
         **vars(rows),
@@ -261,4 +261,5 @@ def _config(rows: Rows, pools: Pools, extras: tuple[RoundExtra, ...], options: L
         max_num_prefill_tokens=options.max_num_prefill_tokens,
         extras=extras,
         max_waiting_requests=options.max_waiting_requests,
+        block_size=head.block_size if isinstance(head, BlockHead) else 0,
     )

@@ -330,7 +330,7 @@ def _next_drafts(
         return {}
     rows = rows[own]
     drafts = drafts[own]
-    scheduler.head_pages.extend(rows, scheduler.head_tokens(table.computed[rows], drafts))
+    scheduler.head_pages.extend(rows, table.computed[rows] + np.maximum(drafts, batch.config.block_size))
     draft, places = drafts_of(Schedule(rows, np.ones_like(rows), drafts))
     each = zip(compress(leaving, own), places, drafts, table.sampling(rows).temperature > 0, strict=True)
     return {request: tensors.drafts_of(draft, place, count, drawn) for request, place, count, drawn in each}

@@ -26,11 +26,11 @@ class Independent:
 class Markov(nn.Module):
     """A bias of low rank from the token before: W2·W1[previous]; a `drafters.loops.base.BlockChain`."""
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
-        """vocab_size: V of the tokens before. draft_vocab_size: Vd of the logits."""
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, width: int) -> None:
+        """vocab_size: V of the tokens before. draft_vocab_size: Vd of the logits. width: r."""
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.markov_w1 = nn.Embedding(vocab_size, width)
+        self.markov_w2 = nn.Linear(width, draft_vocab_size, bias=False)
 
     def step(
         self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None
@@ -46,20 +46,20 @@ class Markov(nn.Module):
 class GatedMarkov(Markov):
     """The token before is weighed by a gate that reads the slot's output."""
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, width: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, width)
+        self.gate_proj = nn.Linear(hidden_size + width, width)
 
     def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return embedded * torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), -1))), state
 
 
-class RecurrentMarkov(Markov):
+class RnnMarkov(Markov):
     """All tokens before, by a state of width r that begins at 0 in every block."""
 
-    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, hidden_size, rank)
-        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, width: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, hidden_size, width)
+        self.joint_proj = nn.Linear(2 * width + hidden_size, 3 * width)
 
     def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         state = torch.zeros_like(embedded) if state is None else state
@@ -68,7 +68,7 @@ class RecurrentMarkov(Markov):
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
-MARKOVS = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RecurrentMarkov}
+MARKOVS = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RnnMarkov}
 """By the name that configurations give them."""
 
 
