@@ -98,6 +98,8 @@ def config_of(head: BlockParallelHead, num_target_layers: int = 4) -> dict[str, 
         "transformers_version": "5.15.0",
         "block_size": spec.block_size,
     }
+    if spec.windowed_layers:
+        config["sliding_attention_causal"] = spec.causal_layers == spec.windowed_layers
     if spec.draft_vocab_size < spec.vocab_size:
         config["draft_vocab_size"] = spec.draft_vocab_size
     if not dspark:

@@ -270,7 +270,7 @@ class Scheduler:
             pages.free_behind(rows, self._table.computed[rows])
 
     def reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
-        """Pages for `tokens` of each row, and of the head's for K more or a block: drafting may begin before the commit.
+        """Pages for `tokens` of each row, and of the head's for K more or a block: drafts may come before the commit.
 
         Surplus pages, of rejected drafts, are freed only with `exactly`, when other rows need them. When a later group
         has too few, earlier groups keep their reserved pages as surplus.

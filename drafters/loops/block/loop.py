@@ -14,6 +14,8 @@ from functools import partial
 from torch import Tensor
 
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
+from attention.cache.pages import NULL_PAGE
+from attention.checking import CHECKS, require
 from attention.runner import GroupRunner
 from attention.staging import Arrays, Section, Staged
 from drafters.base import BlockHead
@@ -63,8 +65,12 @@ class BlockLoop:
         self._head = head
 
     def arrays(self, draft: DraftInput) -> HostBlock:
-        """All arrays of a round."""
-        return block_arrays(draft, self._head.block_size, self._head.mask_token_id)
+        """All arrays of a round. Raises InvariantError, in check mode, where a block has no pages."""
+        arrays = block_arrays(draft, self._head.block_size, self._head.mask_token_id)
+        if CHECKS.on:
+            pages = arrays.batch.slot_mapping // draft.page_size
+            require(bool((pages != NULL_PAGE).all()), "a block lies on pages that its row does not own")
+        return arrays
 
     def run(self, inputs: DeviceBlock, runner: GroupRunner, aux: Tensor, choose: Choose) -> Draft:
         """Write the context, then draft.

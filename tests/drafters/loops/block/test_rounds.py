@@ -1,0 +1,303 @@
+"""Rounds with block-parallel heads: the target's own tokens, and the drafts that the head makes without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import VOCAB, free_everywhere, hf_greedy, random_prompts, scheduler_of, tiny_llama, wrap, wrong_rounds
+
+from attention.cache.pages import BlockTables
+from attention.runner import GroupRunner
+from drafters.base import FINAL_NORM, BlockHead, Head
+from drafters.loops.base import DraftInput, DraftLoop, LoopSize, SharesPages
+from drafters.loops.block import loop as block_loop
+from drafters.loops.block.inputs import HostBlock
+from specdec.errors import InvalidInputError, InvariantError
+from specdec.requests.sampling import SamplingParams
+from tests.block_heads import DFLASH, DSPARK, block_head, write_head
+from tests.drafters.test_conformance import oracle_rounds
+from tests.drafters.test_keyed_drafts import keyed_as
+from tests.sampled_rounds import drawn_as
+
+PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
+GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)
+TIGHT = {"kv_cache_tokens": 96, "max_num_seqs": 5, "max_num_batched_tokens": 36}
+WINDOWS = {"window": 3, "windowed_layers": (0,)}
+HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dflash": (DFLASH, {}),
+    "dspark": (DSPARK, {}),
+    "gated": (DSPARK, {"markov": "gated"}),
+    "rnn": (DSPARK, {"markov": "rnn", "markov_rank": 6}),
+    "window": (DSPARK, WINDOWS),
+    "causal window": (DSPARK, WINDOWS | {"causal_layers": (0,)}),
+    "reduced vocabulary": (DSPARK, {"draft_vocab_size": 32, "confidence": "outputs and tokens"}),
+    "fill-in with a chain": (DSPARK, {"slots": "fill-in", "aux_layers": (0, 2, FINAL_NORM)}),
+}
+
+
+def made(name: str, **changes: Any) -> Any:
+    fields, own = HEADS[name]
+    return block_head(tiny_llama(), fields, **{**own, **changes})
+
+
+def check(head: Any, completions: Any, prompts: Any, new: int = 20) -> None:
+    assert [c.token_ids for c in completions] == [hf_greedy(p, new) for p in prompts]
+    assert [wrong_rounds(head, c) for c in completions] == [[] for _ in prompts]
+
+
+def random_head(seed: int) -> Any:
+    """Any mixture of what a head can be."""
+    draw = np.random.default_rng(seed)
+    layers, vocab = int(draw.integers(1, 5)), int(draw.choice([VOCAB, 32, 16]))
+    own = vocab < VOCAB or bool(draw.integers(2))
+    some = [tuple(np.flatnonzero(draw.integers(0, 2, layers)).tolist()) for _ in range(2)]
+    aux = sorted(draw.choice(5, int(draw.integers(1, 5)), replace=False).tolist())
+    markov = str(draw.choice(["", "vanilla", "gated", "rnn"]))
+    changes = {
+        "num_layers": layers,
+        "draft_vocab_size": vocab,
+        "own_lm_head": own,
+        "own_embed": bool(draw.integers(2)),
+        "aux_layers": tuple(FINAL_NORM if b == 4 else b for b in aux),
+        "block_size": int(draw.integers(4, 9)),
+        "slots": str(draw.choice(["fill-in", "anchor-first"])),
+        "windowed_layers": some[0],
+        "window": int(draw.integers(1, 9)) if some[0] else None,
+        "causal_layers": some[1],
+        "markov": markov,
+        "markov_rank": 0 if not markov else int(draw.choice([VOCAB, 5])),
+        "embedding_scale": float(draw.choice([1.0, 0.5])),
+        "logit_scale": float(draw.choice([1.0, 0.7])),
+        "logit_softcap": None if draw.integers(2) else 20.0,
+    }
+    return block_head(tiny_llama(), DFLASH, seed, **changes)
+
+
+def check_random(seed: int) -> int:
+    """One random head over two requests in random sizes; returns how many drafts were accepted."""
+    head, draw = random_head(seed), np.random.default_rng(seed + 1)
+    sizes = {"page_size": int(draw.integers(1, 9)), "max_num_batched_tokens": int(draw.integers(20, 40))}
+    sizes["num_speculative_tokens"] = int(draw.integers(1, head.block_size - head.first_slot + 1))
+    wrapped = wrap(tiny_llama(), head, max_num_seqs=2, **{"page_size": 4} | sizes)
+    prompts = [PROMPTS[i][:20] for i in draw.choice(6, 2, replace=False)]
+    completions = wrapped.generate(prompts, replace(GREEDY, max_new_tokens=8))
+    check(head, completions, prompts, 8)
+    return sum(r.accepted for c in completions for r in c.stats.rounds)
+
+
+def test_it_is_a_head_with_a_loop_that_shares_pages() -> None:
+    head = made("dspark")
+    loop = head.draft_loop(LoopSize(2, 20, 4, 3))
+    assert isinstance(head, Head) and isinstance(head, BlockHead)
+    assert isinstance(loop, DraftLoop) and isinstance(loop, SharesPages)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_heads_draft_as_without_a_cache(seed: int) -> None:
+    check_random(seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.cases(1)
+def test_more_random_heads_draft_as_without_a_cache() -> None:
+    assert sum(map(check_random, range(100, 140))) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["room", "tight"])
+@pytest.mark.thorough
+def test_tokens_are_the_targets_own_and_drafts_those_without_a_cache(
+    name: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    """From a folder: prompts in chunks, rejected and accepted drafts, pages crossed, preemption."""
+    head = made(name)
+    wrapped = wrap(tiny_llama(), head if name == "fill-in with a chain" else str(write_head(head, tmp_path)), **options)
+    assert wrapped.num_speculative_tokens == head.block_size - head.first_slot
+    completions = wrapped.generate(PROMPTS, GREEDY)
+    check(head, completions, PROMPTS)
+    assert (wrapped.engine_stats.preemptions > 0) == bool(options)
+    assert wrapped.engine_stats.host_to_device == wrapped.engine_stats.rounds, "one copy with the loop's own arrays"
+    assert free_everywhere(wrapped)
+
+
+def test_accepted_and_rejected_drafts_both_occur() -> None:
+    head = made("dspark")
+    completions = wrap(tiny_llama(), head).generate(PROMPTS[:2], GREEDY)
+    check(head, completions, PROMPTS[:2])
+    accepted = [r.accepted for c in completions for r in c.stats.rounds]
+    assert 0 in accepted and max(accepted) >= 3
+
+
+def test_fewer_drafts_are_the_first_of_the_whole_block() -> None:
+    """Q stays what it is: neighbours with other K change nothing, nor does a K of its own."""
+    head = made("window")
+    wrapped = wrap(tiny_llama(), head)
+    params = [replace(GREEDY, max_new_tokens=6, num_speculative_tokens=k) for k in (1, 6, 2)]
+    mixed = wrapped.generate(PROMPTS[:3], params)
+    check(head, mixed, PROMPTS[:3], 6)
+    for completion, prompt, own in zip(mixed, PROMPTS, params, strict=False):
+        (alone,) = wrap(tiny_llama(), head).generate([prompt], own)
+        assert alone.drafts == completion.drafts
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_blocks_may_end_beyond_the_longest_request(name: str) -> None:
+    """Up to the last token that a request may have, in pages that end in its midst, and with K less than Q."""
+    head = made(name)
+    for drafts in (1, head.block_size - head.first_slot):
+        wrapped = wrap(tiny_llama(), head, max_model_len=23, page_size=5, num_speculative_tokens=drafts)
+        prompts = [PROMPTS[1][:n] for n in (12, 17, 21)]
+        params = [replace(GREEDY, max_new_tokens=23 - len(p)) for p in prompts]
+        completions = wrapped.generate(prompts, params)
+        assert [len(c.token_ids) for c in completions] == [11, 6, 2]
+        assert [wrong_rounds(head, c) for c in completions] == [[], [], []]
+        assert free_everywhere(wrapped)
+
+
+@pytest.mark.parametrize(("name", "most"), [("dflash", 5), ("dspark", 6)])
+def test_more_drafts_than_the_block_has_are_refused(name: str, most: int) -> None:
+    assert wrap(tiny_llama(), made(name), num_speculative_tokens=most).num_speculative_tokens == most
+    with pytest.raises(
+        InvalidInputError, match=rf"num_speculative_tokens={most + 1}: .* blocks of 6 tokens.* {most} or"
+    ):
+        wrap(tiny_llama(), made(name), num_speculative_tokens=most + 1)
+
+
+def test_a_preempted_request_drafts_as_alone() -> None:
+    head = made("dspark")
+    wrapped = wrap(tiny_llama(), head, kv_cache_tokens=80, max_num_seqs=2)
+    params = replace(GREEDY, max_new_tokens=24)
+    together = wrapped.generate([PROMPTS[3], PROMPTS[1]], params)
+    assert wrapped.engine_stats.preemptions
+    for completion in together:
+        (alone,) = wrap(tiny_llama(), head).generate([completion.prompt_token_ids], params)
+        assert (alone.token_ids, alone.drafts) == (completion.token_ids, completion.drafts)
+        assert wrong_rounds(head, completion) == []
+
+
+def test_tokens_from_the_prefix_cache_have_the_heads_context() -> None:
+    """The second call begins behind the first one's pages, in the middle of a prompt, and behind generated tokens."""
+    head = made("causal window")
+    wrapped = wrap(tiny_llama(), head)
+    (first,) = wrapped.generate([PROMPTS[1]], replace(GREEDY, max_new_tokens=12))
+    prompts = [[*PROMPTS[1][:26], 1, 2], PROMPTS[1] + first.token_ids[:10]]
+    completions = wrapped.generate(prompts, replace(GREEDY, max_new_tokens=8))
+    assert wrapped.engine_stats.cached_tokens >= 24 + 40
+    check(head, completions, prompts, 8)
+
+
+SAMPLED = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.4, "top_k": 12},
+    {},
+)
+
+
+@pytest.mark.parametrize("sampling", ["rejection", "keyed"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "rnn", "gated"])
+@pytest.mark.thorough
+def test_drawn_drafts_are_those_of_the_oracle_with_the_same_noise(name: str, sampling: str) -> None:
+    """Greedy rows among sampled ones; under keyed sampling the tokens are those of K = 0."""
+    head, target = made(name), tiny_llama()
+    params = [
+        SamplingParams(max_new_tokens=16, return_drafts=True, seed=40 + i, **own) for i, own in enumerate(SAMPLED)
+    ]
+    wrapped = wrap(target, head, sampling=sampling, draft_sampling="probabilistic")
+    completions = wrapped.generate(PROMPTS[:4], params)
+    compared = [
+        pair
+        for completion, own, prompt in zip(completions, params, PROMPTS, strict=False)
+        for pair in oracle_rounds(
+            target, head, prompt, completion, (keyed_as if sampling == "keyed" else drawn_as)(own)
+        )
+    ]
+    assert len(compared) > 20 and [ours for ours, _ in compared] == [right for _, right in compared]
+    if sampling == "keyed":
+        right = wrap(target, sampling=sampling).generate(PROMPTS[:4], params)
+        assert [c.token_ids for c in completions] == [c.token_ids for c in right]
+
+
+def wrong_in(wrapped: Any, head: Any) -> int:
+    """Rounds whose drafts are not the oracle's; the tokens are right whatever the drafts are."""
+    completions = wrapped.generate(PROMPTS[:4], GREEDY)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 20) for p in PROMPTS[:4]]
+    return sum(len(wrong_rounds(head, c)) for c in completions)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_layer_ids": [1, 2, 3]},
+        {"is_causal": True},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"sample_from_anchor": False},
+    ],
+    ids=["aux off by one", "causality lost", "window lost", "slots of the other layout"],
+)
+def test_a_wrong_reading_shows_in_the_drafts(changes: dict[str, Any], tmp_path: Path) -> None:
+    head = made("window")
+    folder = str(write_head(head, tmp_path, **changes))
+    assert wrong_in(wrap(tiny_llama(), folder, num_speculative_tokens=5), head) > 5
+
+
+def test_a_block_that_begins_a_position_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = block_loop.block_arrays
+
+    def early(draft: DraftInput, block_size: int, mask: int) -> HostBlock:
+        right = plain(draft, block_size, mask)
+        moved = replace(draft, committed_lens=draft.committed_lens - 1, tokens=np.roll(draft.tokens, -1, 1))
+        wrong = plain(moved, block_size, mask)
+        return replace(right, batch=wrong.batch)
+
+    monkeypatch.setattr(block_loop, "block_arrays", early)
+    head = made("dflash")
+    assert wrong_in(wrap(tiny_llama(), head), head) > 5
+
+
+def test_a_block_without_pages_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first round after a prompt: blocks of several rows would meet on the null page."""
+    wrapped = wrap(tiny_llama(), made("dflash"), num_speculative_tokens=1, page_size=1)
+    plain, head_pages = BlockTables.extend, scheduler_of(wrapped).head_pages
+
+    def fewer(tables: BlockTables, rows: Any, tokens: Any) -> None:
+        plain(tables, rows, tokens - 4 if tables is head_pages else tokens)
+
+    monkeypatch.setattr(BlockTables, "extend", fewer)
+    with pytest.raises(InvariantError, match="a block lies on pages that its row does not own"):
+        wrapped.generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=3))
+
+
+def test_the_targets_lm_head_in_place_of_the_heads_shows(tmp_path: Path) -> None:
+    head = made("dspark")
+    wrapped = wrap(tiny_llama(), str(write_head(head, tmp_path)))
+    wrapped.head.lm_head.weight.copy_(wrapped.hf_model.lm_head.weight)
+    assert wrong_in(wrapped, head) > 5
+
+
+def test_context_that_rejected_drafts_left_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next round's context overwrites what a block wrote: left out, blocks read each other."""
+    head = made("dspark")
+    plain = GroupRunner.write
+    rejecting = lambda self, layer, *rest: plain(self, layer, *rest) if len(rest[-1]) > 6 else None  # noqa: E731
+    monkeypatch.setattr(GroupRunner, "write", rejecting)
+    assert wrong_in(wrap(tiny_llama(), head), head) > 5
+
+
+def test_pages_of_the_head_end_with_the_block() -> None:
+    head = made("dflash")
+    wrapped = wrap(tiny_llama(), head, page_size=4)
+    stream = wrapped.stream([PROMPTS[0]], replace(GREEDY, max_new_tokens=9))
+    next(stream)
+    scheduler = scheduler_of(wrapped)
+    (request,) = scheduler.running
+    assert len(scheduler.head_pages.pages_of(request.row)) * 4 >= 5 + head.block_size
+    assert torch.isfinite(wrapped.hf_model.lm_head.weight).all()
+    stream.close()
