@@ -81,7 +81,7 @@ class LayerSpec:
         """Check sizes and layers; kind: of the head, for messages. Raises InvalidInputError."""
         for name in _SIZES:
             if not 1 <= (size := getattr(self, name)) <= _MOST_SIZE:
-                raise InvalidInputError(f"{name} of an {kind} head must be 1 … {_MOST_SIZE:,}, not {size:,}")
+                raise InvalidInputError(f"{name} of {kind} head must be 1 … {_MOST_SIZE:,}, not {size:,}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise InvalidInputError(
                 f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "

@@ -39,7 +39,7 @@ class BlockSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
-        self.check_layers("block-parallel")
+        self.check_layers("a block-parallel")
         self.check_vocabulary()
         if not self.first_slot < self.block_size <= 256:
             raise InvalidInputError(

@@ -29,7 +29,7 @@ class Eagle3Spec(LayerSpec):
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
-        self.check_layers("EAGLE-3")
+        self.check_layers("an EAGLE-3")
         self.check_vocabulary()
         self._check_aux_layers()
 
@@ -67,7 +67,7 @@ class Eagle1Spec(Eagle3Spec):
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that contradict each other."""
-        self.check_layers("EAGLE-1")
+        self.check_layers("an EAGLE-1")
 
 
 def default_aux_layers(num_layers: int) -> Layers:

@@ -178,6 +178,25 @@ def test_tiny_models_with_a_random_head(
 
 
 @pytest.mark.long
+def test_a_tiny_model_with_a_block_head(two_ranks: Any, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """K=6 with a head whose chain follows from the token alone, more or less; preempted rows among others."""
+    from fakes import LetterTokenizer
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from tests.block_heads import DSPARK, block_head, write_head
+
+    model = AutoModelForCausalLM.from_pretrained(folders("one-kv-head"))
+    config = model.config
+    sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size, "markov_rank": config.vocab_size}
+    width = {"hidden_size": config.hidden_size, "target_hidden_size": config.hidden_size}
+    head = block_head(model, DSPARK, aux_layers=(0, 1, 2), **sizes, **width)
+    folder = write_head(head, tmp_path / "head", num_target_layers=config.num_hidden_layers)
+    options = {"tokenizer": LetterTokenizer(), "max_model_len": 80, **SHORT_OF_PAGES}
+    stats = compare(folders("one-kv-head"), str(folder), LETTERS, **options)
+    assert stats.preemptions > 0
+
+
+@pytest.mark.long
 def test_tiny_deepseek_with_a_module(two_ranks: Any, folders: Callable[[str], Path], tmp_path: Path) -> None:
     """K=4 with one module, whose drafts follow from the token alone, more or less."""
     from fakes import LetterTokenizer

@@ -1,0 +1,118 @@
+"""A block head's arithmetic by plain loops in float64, which share no code with the package."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import tiny_llama
+
+from drafters.base import BlockHead, ChainHead
+from drafters.oracle import oracle_drafts
+from specdec.errors import HeadMismatchError, InvalidInputError
+from tests.block_heads import DFLASH, DSPARK, block_head
+
+Rows = torch.Tensor
+
+
+def normed(x: Rows, weight: Rows, eps: float) -> Rows:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotated(x: Rows, positions: Rows, theta: float) -> Rows:
+    """x [T, heads, D]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def by_hand(head: Any, aux: Rows, bonus: int) -> Rows:
+    """[Q, H] outputs of the block behind aux [L, A*Ht], position by position and head by head."""
+    w, spec = {name: tensor.double() for name, tensor in head.state_dict().items()}, head.spec
+    eps, q, kv, dim = spec.rms_norm_eps, spec.num_heads, spec.num_kv_heads, spec.head_dim
+    f = normed(aux.double() @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    length, size = len(aux), spec.block_size
+    table = w["embed_tokens.weight"] if spec.own_embed else head.target_embedding.double()
+    x = table[[bonus] + [spec.mask_token_id] * (size - 1)] * spec.embedding_scale
+    at = torch.arange(length + size, dtype=torch.float64)
+    for index in range(spec.num_layers):
+        own = {name.removeprefix(f"layers.{index}."): t for name, t in w.items() if name.startswith(f"layers.{index}.")}
+        y = normed(x, own["input_layernorm.weight"], eps)
+        both = torch.cat([f, y])  # the states of the target are not normed here
+        keys = normed((both @ own["self_attn.k_proj.weight"].T).view(-1, kv, dim), own["self_attn.k_norm.weight"], eps)
+        keys, values = rotated(keys, at, spec.rope.theta), (both @ own["self_attn.v_proj.weight"].T).view(-1, kv, dim)
+        queries = normed((y @ own["self_attn.q_proj.weight"].T).view(-1, q, dim), own["self_attn.q_norm.weight"], eps)
+        queries, out = rotated(queries, at[length:], spec.rope.theta), torch.zeros(size, q, dim, dtype=torch.float64)
+        for i in range(size):
+            seen = [j for j in range(length + size) if sees(spec, index, length + i, j)]
+            for h in range(q):
+                scores = torch.stack([queries[i, h] @ keys[j, h * kv // q] / math.sqrt(dim) for j in seen])
+                out[i, h] = sum(p * values[j, h * kv // q] for p, j in zip(scores.softmax(0), seen, strict=True))
+        x = x + out.flatten(1) @ own["self_attn.o_proj.weight"].T
+        y = normed(x, own["post_attention_layernorm.weight"], eps)
+        gate = y @ own["mlp.gate_proj.weight"].T
+        x = x + (gate * gate.sigmoid() * (y @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+    return normed(x, w["norm.weight"], eps)
+
+
+def sees(spec: Any, layer: int, query: int, key: int) -> bool:
+    if layer in spec.causal_layers and key > query:
+        return False
+    return layer not in spec.windowed_layers or abs(query - key) < spec.window
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"windowed_layers": (0, 1), "window": 3, "causal_layers": (1,), "embedding_scale": 2.0},
+        {"own_embed": True, "slots": "anchor-first", "block_size": 4, "causal_layers": (0, 1), "num_layers": 3},
+    ],
+)
+def test_drafts_are_those_of_plain_loops(changes: dict[str, Any]) -> None:
+    head = block_head(tiny_llama(), DFLASH, **changes)
+    aux = torch.randn(9, 96, generator=torch.Generator().manual_seed(5))
+    ids = torch.arange(10) * 3
+    x = by_hand(head, aux, int(ids[-1]))[head.first_slot :]
+    right = (x @ head.target_lm_head.double().T).argmax(-1).tolist()
+    assert oracle_drafts(head, ids, aux, len(right)) == right
+
+
+def test_logits_are_scaled_then_capped() -> None:
+    head = block_head(tiny_llama(), DFLASH, logit_scale=0.5, logit_softcap=3.0)
+    x = torch.randn(4, 32)
+    plain = x @ head.target_lm_head.T
+    assert torch.allclose(head.logits(x), 3 * torch.tanh(plain / 6), atol=1e-5)
+
+
+def test_it_drafts_in_blocks_and_in_no_chain() -> None:
+    head = block_head(tiny_llama(), DSPARK)
+    assert isinstance(head, BlockHead) and not isinstance(head, ChainHead)
+    assert not any("target" in name for name in head.state_dict()), "shared tensors are no part of its checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 257}, "block_size=257: allowed are 2 … 256"),
+        ({"mask_token_id": -1}, "mask_token_id=-1"),
+        ({"markov": "vanilla", "markov_rank": 0}, "a Markov head 'vanilla' of rank 0"),
+        ({"windowed_layers": (5,), "window": 3}, "a sliding window of 3 positions in layers"),
+        ({"hidden_size": 16}, "needs its own embed_tokens"),
+        ({"draft_vocab_size": 65}, "draft vocabulary 65 exceeds"),
+        ({"num_heads": 0}, "num_heads of a block-parallel head must be"),
+    ],
+)
+def test_specs_that_contradict_themselves_are_refused(changes: dict[str, Any], message: str) -> None:
+    spec = block_head(tiny_llama(), DFLASH).spec
+    with pytest.raises(InvalidInputError, match=message):
+        replace(spec, **changes)
+
+
+def test_a_target_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(HeadMismatchError, match="embedding has 64 rows of width 32, the head was made for 63"):
+        block_head(tiny_llama(), DFLASH, vocab_size=63, draft_vocab_size=63)
