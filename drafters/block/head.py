@@ -46,6 +46,7 @@ class BlockParallelHead(SharingHead):
 
     def _build_modules(self) -> None:
         spec = self.spec
+        self.build_embedding()
         self.fc = nn.Linear(spec.aux_size, spec.hidden_size, bias=False)
         self.hidden_norm, self.norm = norm_of(spec), norm_of(spec)
         self.layers = nn.ModuleList(PlainLayer(spec, index) for index in range(spec.num_layers))
@@ -55,7 +56,7 @@ class BlockParallelHead(SharingHead):
         if spec.confidence:
             width = spec.hidden_size + (spec.markov_rank if spec.confidence == "outputs and tokens" else 0)
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
-        self.build_vocabulary()
+        self.build_lm_head()
 
     @property
     def chain(self) -> BlockChain:

@@ -182,13 +182,15 @@ class SharingHead(nn.Module):
         check_offsets(offsets, spec.vocab_size)
         self.register_buffer("target_ids", ids_of(offsets).to(device), persistent=False)
 
-    def build_vocabulary(self) -> None:
-        """Make the embedding and lm_head that the checkpoint brings."""
-        spec = self.spec
-        if spec.own_embed:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        if spec.own_lm_head:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+    def build_embedding(self) -> None:
+        """Make the embedding that the checkpoint brings, before all other modules."""
+        if self.spec.own_embed:
+            self.embed_tokens = nn.Embedding(self.spec.vocab_size, self.spec.hidden_size)
+
+    def build_lm_head(self) -> None:
+        """Make the lm_head that the checkpoint brings, after all other modules."""
+        if self.spec.own_lm_head:
+            self.lm_head = nn.Linear(self.spec.hidden_size, self.spec.draft_vocab_size, bias=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 target-vocabulary ids -> [T, H]."""
@@ -248,6 +250,7 @@ class Eagle3Head(SharingHead):
 
     def _build_modules(self) -> None:
         spec = self.spec
+        self.build_embedding()
         if spec.has_fc:
             self.fc = nn.Linear(spec.aux_size, spec.hidden_size, bias=spec.fc_bias)
         if spec.input_norm:
@@ -258,7 +261,7 @@ class Eagle3Head(SharingHead):
         self.midlayer = Eagle3Layer(spec)
         self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(1, spec.num_layers)})
         self.norm = norm_of(spec)
-        self.build_vocabulary()
+        self.build_lm_head()
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""

@@ -197,15 +197,15 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "Medusa": (
         "medusa_lm_head.pt",
         {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"},
-        r"Medusa.*this kind of head is not supported: take an EAGLE-3 head",
+        r"Medusa.*this kind of head is not supported: take an EAGLE-3, DFlash or DSpark head",
     ),
     "Hydra": ("hydra_lm_head.pt", {"hydra_num_heads": 4, "hydra_num_layers": 1}, "Hydra.*not supported"),
-    "DFlash": (
+    "DFlash2": (
         "model.safetensors",
-        {"architectures": ["DFlashDraftModel"], "block_size": 16, "dflash_config": {"target_layer_ids": [1, 9]}},
-        "DFlash.*not supported",
+        {"architectures": ["DFlash2DraftModel"], "block_size": 16, "dflash_config": {"target_layer_ids": [1, 9]}},
+        "DFlash2.*not supported",
     ),
-    "DSpark": ("model.safetensors", {"architectures": ["DSparkDraftModel"]}, "DSpark.*not supported"),
+    "DSpark": ("model.safetensors", {"architectures": ["DSparkDraftModel"]}, "EAGLE-3 heads.*layout is DSpark"),
     "P-EAGLE": ("model.safetensors", {"architectures": ["PEagleDraftModel"], "mask_token_id": 7}, "P-EAGLE.*not supp"),
     "MLP speculator": (
         "model.safetensors",
