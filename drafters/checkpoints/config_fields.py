@@ -204,6 +204,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}…"
 
 
+_WHERE = "in its config.json or, of an EAGLE head, by head_overrides"
 _MROPE = ("mrope_section", "mrope_interleaved")
 _NOT_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_MROPE)
 
@@ -249,7 +250,7 @@ def _check_whole(partial: Any) -> None:
     if partial not in (None, 1.0):
         raise HeadLoadError(
             f"RoPE over a part of the head dimension ({partial}) is not supported for this head; if the number is the "
-            "target's and the head rotates all of it, give head_overrides partial_rotary_factor=null"
+            f"target's and the head rotates all of it, give partial_rotary_factor=null {_WHERE}"
         )
 
 
@@ -275,7 +276,7 @@ def resolve_windows(config: Config, num_layers: int) -> list[ResolvedField]:
     if kinds is None and lookup(config, "use_sliding_window") and window is not None:
         raise HeadLoadError(
             f"config.json says use_sliding_window = true (of {window}) and not which layers have it: give "
-            "head_overrides layer_types=['sliding_attention'] (one word a layer), or use_sliding_window=false for none"
+            f"layer_types=['sliding_attention'] (one word a layer), or use_sliding_window=false for none, {_WHERE}"
         )
     kinds = ["full_attention"] * num_layers if kinds is None else kinds
     known = ("full_attention", "sliding_attention")
@@ -284,8 +285,8 @@ def resolve_windows(config: Config, num_layers: int) -> list[ResolvedField]:
     near = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if near and len(kinds) != num_layers:
         raise HeadLoadError(
-            f"config.json says layer_types = {kinds}, but the head has {num_layers} layer(s): give head_overrides "
-            "layer_types with one word for each"
+            f"config.json says layer_types = {kinds}, but the head has {num_layers} layer(s): give layer_types with "
+            f"one word for each {_WHERE}"
         )
     if not near:
         return [

@@ -76,7 +76,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("speculators_qwen3", nested(layer_types=["chunked_attention", "full_attention"]), "must be a list of full_att"),
     ("speculators_qwen3", nested(use_sliding_window=False), "no sliding_window"),
     ("speculators_qwen3", nested(num_hidden_layers=3, layer_types=None), "num_hidden_layers = 3, but the checkpoint"),
-    ("specforge", config(use_sliding_window=True, sliding_window=9), "not which layers have it: give head_overrides"),
+    ("specforge", config(use_sliding_window=True, sliding_window=9), "not which layers have it: give layer_types"),
     ("specforge", config(layer_types=["sliding_attention"] * 8, sliding_window=9), r"the head has 1 layer\(s\)"),
     ("specforge", config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "contradicts itself about RoPE"),
     (
