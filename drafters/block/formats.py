@@ -228,7 +228,7 @@ def _markov(config: Config, shapes: Shapes) -> list[ResolvedField]:
     rank = read(config, "markov_rank", int, default=0)
     by_presence({"markov_rank": rank.value}, shapes, "markov", _MARKOV, "markov_rank")
     if not rank.value:
-        return [rank, ResolvedField("markov", "", f"{_MARKOV} absent")]
+        return [rank, ResolvedField("markov", None, f"{_MARKOV} absent")]
     return [rank, read(config, "markov", str, "markov_head_type", default="vanilla")]
 
 
@@ -236,7 +236,7 @@ def _confidence(config: Config, shapes: Shapes) -> ResolvedField:
     """The confidence head's input: its tensors are read and not used."""
     found = by_presence(config, shapes, "confidence", _CONFIDENCE, "enable_confidence_head")
     tokens = read(config, "confidence_head_with_markov", bool, default=False).value
-    kind = "" if not found.value else "outputs and tokens" if tokens else "outputs"
+    kind = None if not found.value else "outputs and tokens" if tokens else "outputs"
     return ResolvedField("confidence", kind, found.source + ("; it is read and not used" if kind else ""))
 
 

@@ -21,8 +21,8 @@ class BlockSpec(LayerSpec):
         slots: "fill-in" where a slot predicts its own token, so that slot 0 gives none; "anchor-first" where it
             predicts the token after it.
         causal_layers: layers whose slots see no slot after their own; in all others a block sees all of itself.
-        markov: the variant of the Markov head, "" without one; markov_rank: r.
-        confidence: input of the confidence head, which is read and not used; "" without one.
+        markov: the variant of the Markov head, None without one; markov_rank: r.
+        confidence: input of the confidence head, which is read and not used; None without one.
         embedding_scale, logit_scale, logit_softcap: factors on embeddings and logits; logits become c·tanh(logits/c).
     """
 
@@ -30,9 +30,9 @@ class BlockSpec(LayerSpec):
     mask_token_id: int
     slots: Literal["fill-in", "anchor-first"]
     causal_layers: Layers = ()
-    markov: str = ""
+    markov: str | None = None
     markov_rank: int = 0
-    confidence: Literal["", "outputs", "outputs and tokens"] = ""
+    confidence: Literal["outputs", "outputs and tokens"] | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -49,7 +49,7 @@ class BlockSpec(LayerSpec):
             raise InvalidInputError(
                 f"mask_token_id={self.mask_token_id}: allowed are the embedding's rows, 0 … {self.vocab_size - 1}"
             )
-        if self.markov not in ("", *MARKOVS) or bool(self.markov) != (self.markov_rank > 0):
+        if self.markov not in (None, *MARKOVS) or bool(self.markov) != (self.markov_rank > 0):
             raise InvalidInputError(
                 f"a Markov head {self.markov!r} of rank {self.markov_rank}: allowed are {', '.join(MARKOVS)} with a "
                 "rank of 1 or more, and none of rank 0"

@@ -63,7 +63,7 @@ def random_head(seed: int) -> Any:
     own = vocab < VOCAB or bool(draw.integers(2))
     some = [tuple(np.flatnonzero(draw.integers(0, 2, layers)).tolist()) for _ in range(2)]
     aux = sorted(draw.choice(5, int(draw.integers(1, 5)), replace=False).tolist())
-    markov = str(draw.choice(["", "vanilla", "gated", "rnn"]))
+    markov = draw.choice([None, "vanilla", "gated", "rnn"])
     changes = {
         "num_layers": layers,
         "draft_vocab_size": vocab,
