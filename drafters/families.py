@@ -76,6 +76,7 @@ class Family:
         in_target: value of `draft` for a head inside the target's checkpoint; None if the family has no such heads.
         takes_models: whether its heads are models of transformers, which may be loaded already.
         among_ranks: whether its heads draft for a target that is divided among processes.
+        names_targets: whether a head's config.json may name its target; then every load imports the module.
         code: imports its module at the first use.
     """
 
@@ -86,6 +87,7 @@ class Family:
     in_target: str | None = None
     takes_models: bool = False
     among_ranks: bool = True
+    names_targets: bool = False
 
 
 def _assistant() -> FamilyCode:
@@ -130,7 +132,9 @@ FAMILIES: Mapping[str, Family] = {
         among_ranks=False,
     ),
     "block": Family("a block-parallel head", (), frozenset({Layout.DFLASH, Layout.DSPARK}), _block),
-    "eagle3": Family("an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle),
+    "eagle3": Family(
+        "an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle, names_targets=True
+    ),
 }
 """Families by the name of `specdec train NAME`. EAGLE's reader also names the layouts that are not supported."""
 

@@ -33,7 +33,7 @@ def load_head(
         HeadLoadError: its files are damaged; it is quantised, the target itself, or cannot run over the head's pages.
         HeadMismatchError: its vocabulary is not the target's, padding aside.
     """
-    from drafters.assistant.head import AssistantHead  # late: every load asks this module which target a head names
+    from drafters.assistant.head import AssistantHead  # late: the head check asks every family for other readings
 
     if isinstance(path, PreTrainedModel):
         assistant, report = path, None

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import InvalidInputError
-from drafters.base import Head, LazyFacts, OtherReading, Recipe, TargetFacts
-from drafters.block.formats import flattened, format_of, resolve_block
-from drafters.block.head import BlockParallelHead
-from drafters.block.spec import BlockSpec
-from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport, lookup, read
-from drafters.checkpoints.layouts import strip_prefixes
-from drafters.checkpoints.opened_head import OpenedHead
-from drafters.checkpoints.tensor_files import CheckpointPath, locate, naming, open_folder, read_json
+from drafters.base import Head, LazyFacts, OtherReading, Recipe
+from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
+from drafters.checkpoints.tensor_files import CheckpointPath
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from drafters.block.head import BlockParallelHead
 
 
 def load_head(
     path: CheckpointPath, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions
 ) -> BlockParallelHead:
-    """Load the head for a target, in its dtype and on its device.
+    """Load the head for a target, in its dtype and on its device; errors: see `load_block`."""
+    from drafters.block.checkpoint import load_block  # late: the head check asks every family for other readings
 
-    Raises:
-        HeadLoadError: files are missing, tensors are missing, unknown, of another shape or not finite, the class is
-            not supported, or the configuration has unknown keys, contradicts itself or the tensors.
-        HeadMismatchError: the head was made for another target.
-    """
-    target = facts()
-    opened = _open(path, target)
-    return opened.loaded(partial(_new_head, opened.spec, target), model.dtype, model.device)
+    return load_block(path, facts(), model.dtype, model.device)
 
 
 def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
-    """Resolve the head by its own files. Raises the errors of `load_head`, but for what only values show."""
-    return _open(path, _target_of_files(path)).report
+    """Resolve the head by its own files, without a target; errors: see `describe_block`."""
+    from drafters.block.checkpoint import describe_block  # late: as above
+
+    return describe_block(path)
 
 
 def named_target(config: Config) -> str | None:
@@ -65,34 +56,3 @@ def not_exportable(path: CheckpointPath) -> str | None:
 def recipe(model: PreTrainedModel, facts: LazyFacts, longest: int, seed: int, options: FamilyOptions) -> Recipe[Any]:
     """Raises InvalidInputError: it is not trained here."""
     raise InvalidInputError("block-parallel heads are not trained here: give an EAGLE-3 head")
-
-
-def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec]:
-    folder_path = locate(path)
-    with naming(folder_path):
-        written = format_of(read_json(folder_path / "config.json"))  # first: others keep weights in other files
-        folder = open_folder(folder_path)
-        names = strip_prefixes(folder.tensors)
-        spec, fields = resolve_block(folder.config, folder.shapes(names), target)
-        opened = OpenedHead(folder, f"{written.name} layout", names, spec, fields)
-        opened.check(partial(_new_head, spec, target))
-    return opened
-
-
-def _new_head(spec: BlockSpec, target: TargetFacts, d2t: Tensor | None) -> BlockParallelHead:
-    """The head without weights, sharing the target's tensors (a padded embedding is cut, not copied)."""
-    embedding, lm_head = target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size]
-    return BlockParallelHead(spec, embedding, lm_head, d2t, torch.device("meta"))
-
-
-def _target_of_files(path: CheckpointPath) -> TargetFacts:
-    """The target that the files imply, with tensors of zeros that take no memory. Raises HeadLoadError: they do not."""
-    folder = locate(path)
-    with naming(folder):
-        config = flattened(read_json(folder / "config.json"))
-        vocab, hidden = (read(config, key, int).value for key in ("vocab_size", "hidden_size"))
-        ids = lookup(config, "target_layer_ids")
-        least = max(ids) + 2 if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
-        layers = read(config, "num_target_layers", int, default=least).value
-    zeros = torch.zeros(1, 1).expand(vocab, hidden)
-    return TargetFacts(hidden, vocab, layers, zeros, zeros)

@@ -225,8 +225,7 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     from specdec.loading.progress import log
 
     config = _config_of(str(target))
-    # Heads that lie in their target's checkpoint name no other, so their family's code need not be imported.
-    families = [family for family in FAMILIES.values() if family.in_target is None]
+    families = [family for family in FAMILIES.values() if family.names_targets]
     named = next(filter(None, (family.code().named_target(config) for family in families)), None)
     if named is None:
         return Pair(target, draft)
