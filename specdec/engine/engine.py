@@ -64,13 +64,12 @@ class Engine:
     are rebuilt from the requests before the engine is used again, and each continues after its last reported token.
 
     Attributes:
-        target, config: the target model; sizes and limits.
+        target, config: the target model; sizes and limits. drafter: head and draft loop or None. counters: see `stats`.
         coming: calls about to be queued. meanwhile: deferred, idempotent checks, run while the device computes a round.
         reported: updates of the last round. A single assignment sets it: from then on the round counts.
         executor: runs rounds on the device; `use` replaces it.
         inflight: the launched round that is not committed yet; the last one, until the next step, where that launches.
-        drafter: head and draft loop; None without a head. next_id: id of the next request. counters: see `stats`.
-        admission: checks requests before they are queued. change: guards every change of rows, pages or the queue.
+        next_id: id of the next request. admission: checks requests. change: guards changes of rows, pages or the queue.
         table, scheduler: rows and pages of the running requests; rebuilt after an interrupt. deadlines: early ends.
         guests: moves requests between engines with their keys and values; None where all begin and end here.
     """
@@ -243,7 +242,8 @@ class Engine:
         return self._validity.unseen
 
     def check_weights(self) -> None:
-        """Empty the prefix cache if weights, settings or hooks may have changed since the last call."""
+        """Drop cached prefixes and recorded steps if weights, settings or hooks may have changed since."""
+        self.target.check_recordings()
         if self._validity.ended():
             self.forget_prefixes()
         self._validity.warn_once()

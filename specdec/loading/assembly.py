@@ -225,6 +225,10 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
         tests.keep(error)  # else the next start must warn again, or find out which settings move
     executor = graphs.executor()
     captured = not isinstance(executor, EagerExecutor)
+    if not captured and not parts.linears and not probed.recurrent_calls:
+        from specdec.wrapped.recorded import RecordedSteps
+
+        target.steps = RecordedSteps(model)
     versions = WeightVersions(model, head, captured=captured, settings=settings)
     eos = eos_ids(model.generation_config)
     engine = target.group.engine(Engine, target, drafter, parts.tokenizer, config, eos, executor, versions)

@@ -59,6 +59,7 @@ def facts_of(model: Any) -> Json:
         "device": str(model.device),
         "backend": model.backend_name,
         "linears": linears_in_words(model.hf_model, model.plain_linears),
+        "recorded_steps": None if model.target.steps is None else str(model.target.steps),
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),

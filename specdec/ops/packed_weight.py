@@ -7,7 +7,7 @@ two, or copied into oneDNN's blocks at every call. Laid out in blocks beforehand
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,9 @@ class Matrix:
             products yet, writes to it, the products, and whose they are.
     """
 
+    layouts: ClassVar = 0
+    """How often any matrix was given other memory."""
+
     def __init__(self, weights: list[Tensor], tied: bool, fewest: int = 0) -> None:
         """tied: the one weight is an embedding as well. Where its rows cannot be read from the blocks, it stays plain
         memory, which oneDNN reads as it is. fewest: fewer input rows are filled up with zeros to so many."""
@@ -59,6 +62,7 @@ class Matrix:
             self.blocks = blocks_of(laid_out, self.memory) if self._tied else None
         if not self._tied or self.blocks is not None:
             self.memory, self.packed = laid_out, True
+            Matrix.layouts += 1
 
     def read(self) -> Tensor:
         """Its values, in memory that may be its own."""
@@ -67,13 +71,19 @@ class Matrix:
     def unpack(self) -> Tensor:
         """Its memory, plain from now on, for those who write to it or keep views of it."""
         self.memory, self.packed, self.blocks = self.read(), False, None
+        Matrix.layouts += 1
         return self.memory
 
     def rows(self, ids: Tensor) -> Tensor | None:
-        """Those of an embedding, [..., I] of ids [...]; None where the blocks are not there to read, or of no row."""
-        if self.blocks is None or (ids < 0).any():
+        """Those of an embedding, [..., I] of ids [...]; None where the blocks are not there to read.
+
+        Raises:
+            IndexError: an id of no row.
+        """
+        if self.blocks is None:
             return None
-        return self.blocks[ids // _BLOCK, :, ids % _BLOCK].contiguous().view(self.memory.dtype)
+        block = (ids // _BLOCK).where(ids >= 0, len(self.blocks))  # an index below zero would be one from the end
+        return self.blocks[block, :, ids % _BLOCK].contiguous().view(self.memory.dtype)
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I], bias [sum of O] or None -> x · weightᵀ + bias [..., sum of O]."""

@@ -33,6 +33,7 @@ from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
 if TYPE_CHECKING:
     from attention.recurrence.hf_port import RecurrentPort
     from attention.recurrence.runner import Recur, StateRunner
+    from specdec.wrapped.recorded import RecordedSteps
 
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(token|patch)_(id|index)")
 
@@ -161,6 +162,7 @@ class Target:
             whose results were computed at loading (rotary modules of longrope models).
         placeholders: token ids of images, videos and sound, which are refused: only text is served.
         long_rope: the rule of a longrope model's requests; None for other models.
+        steps: recordings of its steps; None where none are to be made.
         alterations: changes to the model for this target and its executor.
         group: the processes that run it together.
     """
@@ -181,6 +183,7 @@ class Target:
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
+        self.steps: RecordedSteps | None = None
         self.states = states
         self.group = group
         self.num_layers = len(probed.layers)
@@ -250,9 +253,24 @@ class Target:
         served = attend if len(ids) == num_tokens else _once(attend)
         recur = None if self.states is None else self.recur(planned)
         kept = num_tokens if keep_aux else 0
+        if model is None and self.steps is not None:
+            inputs, aux = (ids, positions, *(() if rows is None else (rows,))), self._recorder.buffer[:kept]
+            live = partial(self._live, ids, positions, rows, kept)
+            return TargetOutput(self.steps.launch(live, inputs, attend, aux), aux)
         logits = self.launch(ids, positions, rows, served, self.hf_model if model is None else model, recur, kept)
         count = num_tokens if logits_indices is None else len(logits_indices)
         return TargetOutput(logits[:count], self._recorder.buffer[:kept])
+
+    def _live(
+        self, token_ids: Tensor, positions: Tensor, logits_indices: Tensor | None, kept: int, attend: LayerAttend
+    ) -> Tensor:
+        """`launch` of the model itself."""
+        return self.launch(token_ids, positions, logits_indices, attend, self.hf_model, None, kept)
+
+    def check_recordings(self) -> None:
+        """Forget recorded steps if the model may have changed since the last call."""
+        if self.steps is not None:
+            self.steps.check()
 
     def rotary_positions(self, metadata: CommonAttentionMetadata) -> Tensor:
         """[T] int64 positions of a batch's tokens as the model gets them."""

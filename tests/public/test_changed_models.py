@@ -34,6 +34,7 @@ from specdec import InvalidInputError, ModelChangedError, SamplingParams, Specde
 from specdec.engine.engine import Engine
 from specdec.execution.eager import EagerExecutor
 from specdec.selftest.twin import enlarge
+from specdec.wrapped import recorded
 from tests.specdec.execution.test_graphs import (
     FixedPlaceBackend,
     graphs_on_cpu,  # noqa: F401
@@ -375,10 +376,10 @@ class Wrapped:
     before: list[list[int]]
 
     @classmethod
-    def of(cls, kind: str) -> Wrapped:
+    def of(cls, kind: str, **options: Any) -> Wrapped:
         steering = Steering()
         model = made(kind, steering)
-        speculative = wrap(model, eagle3_head(model), num_speculative_tokens=5, max_num_batched_tokens=64)
+        speculative = wrap(model, eagle3_head(model), num_speculative_tokens=5, max_num_batched_tokens=64, **options)
         return cls(model, steering, speculative, own_answers(model))
 
     def answers(self, num_drafts: int) -> list[list[int]]:
@@ -461,6 +462,25 @@ def test_answers_are_those_of_the_model_as_it_is_now(part: int, models: Models) 
         assert outcome == ("refused" if change in REFUSED else "served"), f"{change} of {kind}"
         different += of_episode
     assert different > EPISODES // 2, "changes that change nothing would find nothing"
+
+
+NOT_OF_PACKED = {"weight.data assigned", *FOR_GOOD}
+"""Packed weights take new values in place of new tensors, and keep their dtype and place."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "adapted", "hooked", "qwen3_moe"])
+@pytest.mark.thorough
+def test_recorded_steps_are_those_of_the_model_as_it_is_now(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "_LIVE_STEPS", 0)
+    wrapped = Wrapped.of(kind, cpu_linears="packed", enable_prefix_caching=False)
+    with wrapped.speculative as speculative:
+        assert wrapped.answers(0) == wrapped.before
+        assert any(shape.is_checked for shape in speculative.target.steps._shapes.values()) == (kind != "hooked")
+        for change, (_, kinds) in CHANGES.items():
+            if kind in kinds and change not in NOT_OF_PACKED:
+                outcome, _ = wrapped.episode(change)
+                assert outcome == ("refused" if change in REFUSED else "served"), change
 
 
 @pytest.mark.parametrize(
