@@ -66,10 +66,12 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
             floor = tl.load(min_p_ptr + row // per)
             if floor > 0:
                 kept = kept & (weight(x, stats[0], LOG2E / temperature) >= floor)
-            ids = column if ids_ptr is None else load_where(ids_ptr + column, inside)
             inverse = 1 / temperature  # one division a row: logarithms leave its unit no time for one a token
             scaled = tl.where(x == stats[0], 0.0, (x - stats[0]) * inverse)
-            x = tl.where(kept, scaled + _gumbel(tl.load(seeds_ptr + row), ids), float("-inf"))
+            x = tl.where(kept, scaled, float("-inf"))
+            if tl.max(x, 0) > float("-inf"):  # filters leave nothing of most parts, which need no noise
+                ids = column if ids_ptr is None else load_where(ids_ptr + column, inside)
+                x += _gumbel(tl.load(seeds_ptr + row), ids)
     # Of equal logits the lowest id, inside a part and among parts, so that the result does not depend on the parts.
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     to = row * tl.num_programs(1) + part
