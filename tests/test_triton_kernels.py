@@ -59,13 +59,17 @@ def by_slot(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     return (pages if layout == "NHD" else pages.transpose(1, 2)).flatten(0, 1)
 
 
-def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """query [q, Hq, D], the last of keys and values [L, Hkv, D] -> [q, Hq, D] float64; causal."""
+def attended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, both_ways: int | None = None
+) -> torch.Tensor:
+    """query [q, Hq, D], the last of keys and values [L, Hkv, D] -> [q, Hq, D] float64; causal, or both ways in a window
+    of so many positions."""
     group = query.shape[1] // keys.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,lhd->hql", query.double(), k) * scale
     places = torch.arange(len(keys))
-    hidden = places[None] > (len(keys) - len(query) + torch.arange(len(query)))[:, None]
+    own = (len(keys) - len(query) + torch.arange(len(query)))[:, None]
+    hidden = places[None] > own if both_ways is None else (places[None] - own).abs() >= both_ways
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
@@ -99,7 +103,26 @@ def test_packed_attention(
 ) -> None:
     """Lengths at the edges of pages, of tiles of keys and of parts; the first part of a row may see nothing of it."""
     monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: tiles)
-    key, lengths = AttentionSpec(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
+    check_packed(AttentionSpec(*heads, dim, dim, dim**-0.5), page_size, query_len, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [WHOLE, IN_PARTS], ids=["whole", "in parts"])
+@pytest.mark.parametrize(("window", "query_len"), [(None, 8), (3, 8), (70, 5), (1000, 8)])
+@pytest.mark.cases(1)
+def test_packed_attention_both_ways(
+    window: int | None, query_len: int, tiles: Tiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window on either side of each query, narrower than the block, wider, and wider than the row."""
+    monkeypatch.setattr("attention.kernels.packed_kernel.tiling", lambda *_: tiles)
+    key = AttentionSpec(8, 2, 64, 64, 0.125, window=window, causal=False)
+    check_packed(key, 16, query_len, "NHD")
+
+
+def check_packed(key: AttentionSpec, page_size: int, query_len: int, layout: KVLayout) -> None:
+    heads, dim = (key.num_q_heads, key.num_kv_heads), key.head_dim_k
+    both_ways = None if key.causal else key.window or 1 << 20
+    lengths = np.array([query_len, 64, 65, 128, 129, 300])
     rows = len(lengths)
     counts = -(-lengths // page_size)
     layer = cache(key, int(counts.sum()) + 1, page_size, layout)
@@ -118,7 +141,7 @@ def test_packed_attention(
         own = pages[indptr[row] : indptr[row + 1]]
         slots = torch.from_numpy((own[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length])
         tokens = slice(row * query_len, (row + 1) * query_len)
-        expected = attended(query[tokens], keys[slots], values[slots], key.scale)
+        expected = attended(query[tokens], keys[slots], values[slots], key.scale, both_ways)
         assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
 
 

@@ -5,6 +5,9 @@ key once. Where that would leave multiprocessors idle, or one long row would kee
 are split among several programs (split-KV): each leaves its part of the sum in float32, and the last one of a row adds
 the parts up. Nothing is planned: every program finds its row and its part from the pages of all rows.
 
+Queries see the keys up to their own. Those of layers that are not causal see all of their row's, or, with a window,
+those less than `window` positions from their own on either side.
+
 Where rows share their leading pages, these may have been attended before (`attention.cascade.kernel`): then a row's
 keys are those after them, and its first part begins with the sums that are there already.
 
@@ -75,6 +78,8 @@ def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes:
     >>> tiling(32 * 8, 16, 128, 132, 232_448)
     Tiling(keys=64, warps=2, stages=4, each=4, least_keys=256)
     """
+    if width > 32:  # blocks of drafts; compiled without spilling registers, and not measured
+        return Tiling(64, 8, 5, 1 if units <= multiprocessors else 2, 128)
     if units <= multiprocessors:
         return Tiling(128, 4, 5 if shared_bytes >= _FAR_AHEAD_BYTES else 3, 1, 128)
     if width <= 16 and dim > 64:
@@ -203,7 +208,7 @@ def _added(m, l, acc, m_of, l_of, sums):  # type: ignore[no-untyped-def]  # noqa
 
 
 # Not specialised: Triton would compile variants for 1 and for multiples of 16, in the middle of serving.
-@triton.jit(do_not_specialize=["rows", "wanted"])
+@triton.jit(do_not_specialize=["rows", "wanted", "window"])
 def _packed_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [B·query_len, Hq, D]
     keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: see the strides
@@ -218,10 +223,11 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     stats_ptr,  # [places, 2, M] float32: their maxima and sums of weights
     arrived_ptr,  # [places] int32: parts that are done, at the first one's place; zeros between launches
     scale_log2, query_len, query_token, query_head, page_stride, slot_stride, head_stride, rows, wanted,
+    window,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, CASCADE: tl.constexpr, PREFIX_PARTS: tl.constexpr, PREFIX_TILE: tl.constexpr,
-    PREFIX_LEAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    PREFIX_LEAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
@@ -243,13 +249,19 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         first_page += shared
         before = shared * PAGE_SIZE
         length -= before
-    share = tl.cdiv(tl.cdiv(length, parts), TILE_KEYS) * TILE_KEYS
-    begin, parts = part * share, tl.cdiv(length, share)  # in whole tiles there may be fewer parts
+    unseen = 0  # keys in front of all windows, in whole tiles
+    if WINDOWED:
+        unseen = tl.maximum(length - query_len + 1 - window, 0) // TILE_KEYS * TILE_KEYS
+    share = tl.cdiv(tl.cdiv(length - unseen, parts), TILE_KEYS) * TILE_KEYS
+    begin, parts = unseen + part * share, tl.cdiv(length - unseen, share)  # in whole tiles there may be fewer parts
     if part >= parts:
         return
     query_at = place * query_token + head * query_head  # [M]
     q = rows_at(query_ptr, query_at, column, own)  # [M, D]
-    last_key = length - query_len + token  # [M] the last position that each query sees
+    own_key = length - query_len + token  # [M] the position of each query
+    last_key = own_key if CAUSAL else tl.zeros_like(own_key) + length  # [M] the last one that it sees
+    if WINDOWED:
+        last_key = own_key + (window - 1)
     m, l, acc = no_keys(TILE_QUERIES, DIM)  # noqa: E741
     if CASCADE:  # noqa: SIM102  # one is known to the compiler
         if (part == 0) & (before > 0):
@@ -272,7 +284,12 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
         k = rows_at(keys_ptr, at, column, inside[:, None])  # [N, D]
         v = rows_at(values_ptr, at, column, inside[:, None])  # [N, D]
         s = tl.dot(q, k.T) * scale_log2  # [M, N]
-        s = tl.where(position[None, :] <= last_key[:, None], s, -1e30)
+        visible = position[None, :] <= last_key[:, None]  # [M, N]
+        if WINDOWED:
+            visible &= position[None, :] > (own_key - window)[:, None]
+        if not CAUSAL:
+            visible &= inside[None, :]
+        s = tl.where(visible, s, -1e30)
         m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741
     arrived = parts - 1
     if parts > 1:
@@ -305,7 +322,7 @@ def launch_packed(
     query: Tensor, layer: LayerKV, key: AttentionSpec, page_indptr: Tensor, page_indices: Tensor,
     last_page_len: Tensor, out: Tensor, scratch: Scratch, query_len: int, shared: SharedKeys | None = None,
 ) -> None:  # fmt: skip
-    """Attend, causally, B rows with `query_len` tokens each.
+    """Attend B rows with `query_len` tokens each. A causal `key` has no window.
 
     Args:
         query: [B·query_len, Hq, D], the last dimension contiguous, and out: the same, contiguous; anything may follow.
@@ -329,11 +346,12 @@ def launch_packed(
         page_indptr if shared is None else shared.pages, scratch.sums if shared is None else shared.sums,
         scratch.stats if shared is None else shared.stats, scratch.sums, scratch.stats, scratch.arrived,
         key.scale * math.log2(math.e), query_len, query.stride(0), query.stride(1), pages.stride(0), pages.stride(slot),
-        pages.stride(head), rows, wanted, QUERY_HEADS=key.num_q_heads, KV_HEADS=key.num_kv_heads, DIM=key.head_dim_k,
-        PAGE_SIZE=pages.shape[slot], TILE_QUERIES=width, TILE_KEYS=tiles.keys,
+        pages.stride(head), rows, wanted, key.window or 0, QUERY_HEADS=key.num_q_heads, KV_HEADS=key.num_kv_heads,
+        DIM=key.head_dim_k, PAGE_SIZE=pages.shape[slot], TILE_QUERIES=width, TILE_KEYS=tiles.keys,
         LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]), ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
         STAGES=tiles.stages, CASCADE=shared is not None, PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
         PREFIX_TILE=1 if shared is None else shared.tiling.keys,
-        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys, num_warps=tiles.warps,
+        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys, CAUSAL=key.causal,
+        WINDOWED=key.window is not None, num_warps=tiles.warps,
         **dependent_launch(query.device),
     )  # fmt: skip

@@ -29,7 +29,14 @@ from attention.backends.flashinfer.mla import (
     check_mla_supported,
     run_mla,
 )
-from attention.backends.flashinfer.short_queries import PackedKernel, PackedKernels, is_packed, split_batch, whole_batch
+from attention.backends.flashinfer.short_queries import (
+    PackedKernel,
+    PackedKernels,
+    check_both_ways,
+    is_packed,
+    split_batch,
+    whole_batch,
+)
 from attention.backends.flashinfer.trtllm import (
     WORKSPACE_BYTES,
     FixedTrtllmBuilder,
@@ -53,7 +60,7 @@ from attention.backends.flashinfer.wrapper import (
     splits_kv,
 )
 from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
-from attention.backends.limits import HALF, HEAD_DIMS, check_causal, check_heads, dtype_name, has_flashinfer_heads
+from attention.backends.limits import HALF, HEAD_DIMS, check_heads, dtype_name, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
@@ -151,12 +158,36 @@ class FlashInferBuilder:
         return "fa3" if is_long and "fa3" in self._rings else "fa2"
 
 
+class BothWaysBuilder:
+    """Plans batches of rows of one length, for layers that are not causal."""
+
+    def __init__(self, packed: Callable[[int], PackedKernel]) -> None:
+        """packed: query_len -> a packed kernel."""
+        self._packed = packed
+        self._kernels = dict[int, PackedKernel]()
+
+    def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
+        """Plan one batch.
+
+        Raises:
+            UnsupportedAttentionError: rows of several lengths, or of too many tokens.
+        """
+        part = whole_batch(metadata)
+        if part.query_len is None:
+            raise UnsupportedAttentionError("attention that is not causal has rows of one length on CUDA")
+        if part.query_len not in self._kernels:
+            self._kernels[part.query_len] = self._packed(part.query_len)
+        kernel = self._kernels[part.query_len]
+        kernel.plan(part)
+        return FlashInferPlan(((kernel, kernel.generation, part.start),))
+
+
 def start_building(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device) -> Builds:
     """Begin to build the kernels that a group with this key will need; for callers that know the key in advance.
 
     The fa3 kernel comes first because nvcc takes twice as long for it.
     """
-    if dtype not in HALF or (not key.value_in_key and not has_flashinfer_heads(key)):
+    if dtype not in HALF or not key.causal or (not key.value_in_key and not has_flashinfer_heads(key)):
         return ()
     if serves_key(key, dtype, cache, device):
         return ()
@@ -182,8 +213,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks
             with softcap as well.
     """
-    check_causal(key, group.name, "flashinfer")
-    if key.value_in_key:
+    if key.value_in_key and key.causal:
         check_mla_supported(group, key, dtype)
         return
     where = f"group {group.name}: FlashInfer"
@@ -192,6 +222,9 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         names = " and ".join(dtype_name(d) for d in HALF)
         raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
     check_heads(key, where, elsewhere)
+    if not key.causal:
+        check_both_ways(group, key, dtype)
+        return
     if not has_flashinfer_heads(key):
         return  # specdec's kernel, which has no further limits
     if group.page_size not in PAGE_SIZES:
@@ -237,10 +270,13 @@ class FlashInferBackend:
 
     It is a `GraphBackend` and a `CascadeBackend`. Heads of widths that FlashInfer lacks take specdec's kernel, which
     does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes.
+    Layers that are not causal take specdec's packed kernel.
     """
 
     name = "flashinfer"
     batch_invariant = False
+    both_ways = True
+    """See `attention.backends.base.AttendsBothWays`."""
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
@@ -257,9 +293,11 @@ class FlashInferBackend:
 
     def builder(
         self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype
-    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder | TrtllmBuilder:
+    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder | TrtllmBuilder | BothWaysBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
+        if not key.causal:
+            return BothWaysBuilder(partial(self._packed.both_ways, key))
         if serves(group, key, dtype, self._workspace.device):
             return TrtllmBuilder(self._trtllm(group, key))
         if key.value_in_key:
@@ -274,6 +312,8 @@ class FlashInferBackend:
         return self._kernels(group, key, dtype) + self._packed.sharing_in_words(group, key, dtype, served)
 
     def _kernels(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+        if not key.causal:
+            return f"specdec's packed kernel, {dtype_name(dtype)}, not causal"
         if key.value_in_key:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         if not has_flashinfer_heads(key):
@@ -301,6 +341,8 @@ class FlashInferBackend:
             UnsupportedAttentionError: no kernel serves the layer, or it is MLA and the batch is read in chunks.
         """
         check_supported(group, key, dtype)
+        if not key.causal:
+            return FixedBuilder(self._packed.both_ways(key, query_len), (key, dtype, rows, query_len))
         if tokens is not None and key.value_in_key:
             raise UnsupportedAttentionError(f"group {group.name}: MLA in chunks has no fixed plans for CUDA graphs")
         if tokens is None and serves(group, key, dtype, self._workspace.device):

@@ -16,6 +16,7 @@ from attention.backends.flashinfer.wrapper import Part, first_long_row
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MOST_QUERIES = 32
 """Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
+MOST_BOTH_WAYS = 128
+"""The same of layers that are not causal, which no other kernel serves."""
 HEAD_DIMS = (64, 128)
 PACKED_IN_WORDS = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)"
 
@@ -34,11 +37,23 @@ def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_l
     return fits and not key.features and not key.value_in_key and query_len * key.group_size <= MOST_QUERIES
 
 
-def packed_scratch(device: torch.device) -> Scratch:
-    """The buffers and sizes of a device that all of its packed kernels share."""
+def check_both_ways(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
+    """Raises UnsupportedAttentionError: a layer that is not causal, and that `PackedKernel` does not serve."""
+    where = f"group {group.name}: attention that is not causal"
+    if not key.head_dim_k == key.head_dim_v in HEAD_DIMS or key.value_in_key:
+        dims = " and ".join(map(str, HEAD_DIMS))
+        raise UnsupportedAttentionError(f"{where} has heads of {dims} numbers on CUDA; use backend='torch'")
+    if group.format.dtype_for(dtype) != dtype:
+        raise UnsupportedAttentionError(f"{where} has no cache in 8 bits on CUDA; use kv_cache_dtype='auto'")
+    if key.softcap is not None or key.has_sinks:
+        raise UnsupportedAttentionError(f"{where} has no softcap and no sinks on CUDA; use backend='torch'")
+
+
+def packed_scratch(device: torch.device, most_queries: int = MOST_QUERIES) -> Scratch:
+    """The buffers and sizes of a device that all of its packed kernels share. most_queries: see `MOST_QUERIES`."""
     from attention.kernels.packed_kernel import Scratch
 
-    return Scratch.on(device, MOST_QUERIES, max(HEAD_DIMS))
+    return Scratch.on(device, most_queries, max(HEAD_DIMS))
 
 
 class PackedKernel:
@@ -93,6 +108,7 @@ class PackedKernels:
         """cascades: look for them, and attend them once where that pays."""
         self._device = device
         self._scratch: Scratch | None = None
+        self._scratches: dict[int, Scratch] = {}
         self.sharing: Sharing | None = None
         if cascades:
             from attention.cascade.page_sharing import Sharing
@@ -110,6 +126,22 @@ class PackedKernels:
         shape = (key, dtype, (rows, query_len), self._scratch)
         found = self.sharing.fixed(*shape) if batch is None else self.sharing.of_batch(*shape, batch)
         return PackedKernel(key, self._scratch, found)
+
+    def both_ways(self, key: AttentionSpec, query_len: int) -> PackedKernel:
+        """The kernel of a layer that is not causal.
+
+        Raises:
+            UnsupportedAttentionError: too many queries a KV head.
+        """
+        queries = query_len * key.group_size
+        if queries > MOST_BOTH_WAYS:
+            raise UnsupportedAttentionError(
+                f"attention that is not causal: {query_len} tokens of a row and {key.group_size} query heads of a KV "
+                f"head are {queries} queries; at most {MOST_BOTH_WAYS} are served on CUDA; use backend='torch'"
+            )
+        if queries not in self._scratches:
+            self._scratches[queries] = packed_scratch(self._device, queries)
+        return PackedKernel(key, self._scratches[queries])
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """A description of the batches that they serve, to follow another kernel's name; "" for none."""

@@ -15,7 +15,7 @@ from attention.backends.flashinfer import backend as flashinfer
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.cache.kv_cache import CacheGroup
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -30,7 +30,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", set(CHECKS) - {"flashinfer"})
 @pytest.mark.parametrize("key", [CAUSAL, replace(CAUSAL, num_kv_heads=1, value_in_key=True)])
 def test_tokens_that_see_those_after_them_are_refused_by_name(name: str, key: AttentionSpec) -> None:
     group = CacheGroup("heads", (key,), 16, 16)
@@ -39,6 +39,25 @@ def test_tokens_that_see_those_after_them_are_refused_by_name(name: str, key: At
         UnsupportedAttentionError, match=rf"group heads: backend '{backend}' has causal attention alone"
     ):
         CHECKS[name](group, replace(key, causal=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "format", "reason"),
+    [
+        ({"num_kv_heads": 1, "value_in_key": True}, None, "has heads of 64 and 128 numbers"),
+        ({"head_dim_k": 80, "head_dim_v": 80}, None, "has heads of 64 and 128 numbers"),
+        ({}, FP8, "has no cache in 8 bits"),
+        ({"softcap": 30.0}, None, "has no softcap and no sinks"),
+        ({"has_sinks": True}, None, "has no softcap and no sinks"),
+    ],
+)
+def test_what_the_packed_kernel_lacks_is_refused(changes: dict[str, Any], format: Any, reason: str) -> None:
+    key = replace(CAUSAL, causal=False, **changes)
+    group = CacheGroup("heads", (key,), 16, 16, format=KVFormat(format))
+    with pytest.raises(UnsupportedAttentionError, match=f"group heads: attention that is not causal {reason}"):
+        flashinfer.check_supported(group, key, torch.float16)
+    windowed = replace(CAUSAL, causal=False, window=100)
+    flashinfer.check_supported(CacheGroup("heads", (windowed,), 16, 16), windowed, torch.float16)
 
 
 @pytest.mark.parametrize("name", CHECKS)

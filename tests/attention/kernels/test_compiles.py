@@ -49,8 +49,10 @@ if sys.argv[1:] == ["packed"]:
         assert shared_bytes[-1] <= allowed < shared_bytes[-1] + 32768, (tile, shared_bytes)
     tiles = {"TILE_QUERIES": 32, "TILE_KEYS": 64, "STAGES": 5, "LEAST_PAGES": 16}
     parts = {"PREFIX_PARTS": tile.parts, "PREFIX_TILE": tile.keys, "PREFIX_LEAST": tile.least_keys}
-    rest = [compiled(packed_kernel._packed_kernel, heads | tiles | parts | {"CASCADE": on}, "*bf16", strides)
-            for on in (True, False)]
+    causal = heads | tiles | parts | {"CAUSAL": True, "WINDOWED": False}
+    rest = [compiled(packed_kernel._packed_kernel, causal | {"CASCADE": on}, "*bf16", strides) for on in (True, False)]
+    wide = causal | {"CASCADE": False, "CAUSAL": False, "TILE_QUERIES": 64}
+    rest += [compiled(packed_kernel._packed_kernel, wide | {"WINDOWED": on}, "*bf16", strides, 8) for on in (True, False)]
     print(*("griddepcontrol" in each for each in (before, *rest)), "wgmma" in before, len(rest[0]) > len(rest[1]))
     sys.exit()
 dim_k, dim_v, cache = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -85,6 +87,6 @@ def test_attention_and_cache_write(dims: tuple[int, int, str]) -> None:
 
 @pytest.mark.slow
 def test_packed_attention_and_shared_prefix() -> None:
-    """Dependent launches all three; tiles of 64 and 128 queries for which their entries name
+    """Dependent launches all five; tiles of 64 and 128 queries for which their entries name
     shared memory enough, on Hopper's own tensor core instruction; flat has no merge."""
-    assert said("packed") == ["True"] * 5
+    assert said("packed") == ["True"] * 7

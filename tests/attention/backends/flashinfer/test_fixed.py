@@ -133,6 +133,26 @@ def test_virtual_rows_are_never_packed_and_single_tokens_may_be(planned: Planned
     assert not isinstance(kernel_of(planner_of(2), LOCAL), PackedKernel)
 
 
+def test_layers_that_are_not_causal_are_packed_whatever_their_width(planned: Planned) -> None:
+    """A plan for each of a head's layers, rows of one length, and no more queries than the kernel's tile."""
+    both = AttentionSpec(8, 2, 64, 64, 0.125, causal=False)
+    keys = (replace(both, causal=True), both, replace(both, window=40))
+    group = CacheGroup("head", keys, 17, 16)
+    runner = GroupRunner(FlashInferBackend(CPU), group, torch.float16, CPU)
+    assert runner.routes[1] == "specdec's packed kernel, float16, not causal"
+    fixed = runner.fixed_planner(2, 16)
+    assert all(isinstance(kernel_of(fixed, key), PackedKernel) for key in keys[1:])
+    assert not isinstance(kernel_of(fixed, keys[0]), PackedKernel)
+    builder: Any = FlashInferBackend(CPU).builder(group, both, torch.float16)
+    plan = builder.build(sent(batch(3, 20, query_len=16)))
+    assert isinstance(plan.parts[0][0], PackedKernel) and builder.build(sent(batch(3, query_len=7))).parts[0][1] == 1
+    with pytest.raises(UnsupportedAttentionError, match="33 tokens of a row and 4 query heads of a KV head are 132"):
+        runner.fixed_planner(2, 33)
+    ragged = rows_batch(np.array([0, 2, 5]), np.array([0, 0]), np.ones((2, 8), np.int32), 16)
+    with pytest.raises(UnsupportedAttentionError, match="has rows of one length"):
+        builder.build(sent(ragged))
+
+
 def kernel_of(planner: FixedPlanner, key: AttentionSpec) -> Any:
     builder: Any = planner.builders[key]
     return vars(builder)["_kernel"]
