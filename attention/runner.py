@@ -238,7 +238,11 @@ class GroupRunner:
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] of T tokens to their slots [T] int64 of a layer."""
-        write(self.layers[layer], key, value, slots)
+        if not key.is_cuda:
+            return write(self.layers[layer], key, value, slots)
+        from attention.kernels.cache_write import write_kv
+
+        return write_kv(self.layers[layer], key, value, slots)
 
     def _tuned(self, planned: PlannedBatch, layer: int, tuning: TemperatureTuning, query: Tensor) -> Tensor:
         """Scaled queries [T', Hq, Dk] of a layer with temperature tuning."""

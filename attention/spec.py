@@ -77,7 +77,7 @@ class AttentionSpec:
             interface: it is for builders without an engine, on "flex" and "torch".
         causal: a query sees no position after its own. Otherwise it sees its row's whole context and all queries of
             its row in the batch; with a window those less than `window` positions from its own, on either side. The
-            torch reference computes it, every other backend refuses it (`check_causal`).
+            torch reference computes it and, within limits, FlashInfer's backend; the others refuse it (`check_causal`).
 
     Raises:
         InvalidInputError: not one finite slope for each query head, slopes with values inside keys, or slopes or chunks

@@ -25,7 +25,7 @@ def has_flashinfer_heads(key: AttentionSpec) -> bool:
 
 
 def check_causal(key: AttentionSpec, group: str, backend: str) -> None:
-    """Raises UnsupportedAttentionError for tokens that see those after them: the torch reference alone serves them."""
+    """Raises UnsupportedAttentionError for tokens that see those after them; see `AttendsBothWays`."""
     if not key.causal:
         raise UnsupportedAttentionError(
             f"group {group}: backend {backend!r} has causal attention alone, and AttentionSpec.causal is False; use "

@@ -82,9 +82,22 @@ def from_layer(attend: Attend, first_layer: int) -> Attend:
     return lambda layer, query, key, value: attend(first_layer + layer, query, key, value)
 
 
-def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
-    """Attention of a draft prefill in several passes: pass m has layer m of the group. One pass has all layers."""
-    return lambda layer, *states: runner.attend(planned[layer % len(planned)], layer, *states)
+@dataclass(frozen=True)
+class PassesAttend:
+    """Attention of a draft prefill in several passes: pass m has layer m of the group. One pass has all layers.
+
+    An `Attend`, and `WritesCache`.
+    """
+
+    runner: GroupRunner
+    planned: Sequence[PlannedBatch]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.runner.attend(self.planned[layer % len(self.planned)], layer, query, key, value)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if self.planned[0].plans is not None:  # a blank batch leaves the cache unchanged
+            self.runner.write(layer, key, value, self.planned[0].metadata.slot_mapping)
 
 
 @dataclass(frozen=True)
@@ -285,11 +298,6 @@ class FixedShape:
     page_size: int
     page_entries: int
 
-    @property
-    def num_steps(self) -> int:
-        """Draft steps after the draft prefill, K-1."""
-        return max(self.query_len - 2, 0)
-
 
 @dataclass(frozen=True)
 class CarriedRows(Generic[A]):
@@ -329,8 +337,16 @@ class Chosen:
     logits: Tensor
 
 
-Stepped = tuple[Tensor, Chosen]
-"""The outputs of a draft step, which the next one reads, and its choices."""
+Draw = Callable[[int, Chosen], None]
+"""Draws what sampled rows draft, in place of the greedy choices of draft j+1: (j from 0, choices). Or nothing."""
+
+
+@runtime_checkable
+class WritesCache(Protocol):
+    """Attention of a draft prefill that also writes keys and values of tokens that are not attended."""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """key [T, Hkv, D], value [T, Hkv, D] of the first pass's tokens."""
 
 
 class FixedSteps(Protocol):
@@ -348,33 +364,45 @@ class FixedLoop(Protocol):
 
     Drafts are chosen greedily; for sampled rows the executor draws drafts from the logits in `Chosen`.
 
-    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows possible.
+    Attributes:
+        drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows possible.
+        in_segments: whether the draft prefill of rounds of any shape runs from graphs by segments.
     """
 
     drafts: Tensor
+    in_segments: bool
+
+    def num_steps(self, drafts: int) -> int:
+        """Steps after the draft prefill for at most `drafts` drafts a row, at least 1."""
 
     def steps(self, shape: FixedShape) -> FixedSteps:
         """The host arrays of the draft steps for this shape."""
 
     def prefill(
         self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
-    ) -> Chosen:
+    ) -> Chosen | None:
         """Run the draft prefill over a verification's token rows; writes draft 1 and the inputs of the steps.
+
+        None: the steps make draft 1, too.
 
         Args:
             positions: [T] int64 for each of the loop's M passes, of the tokens that the pass reads or, for states of
                 the target, of these states; pass m has positions m smaller than pass 0.
-            attend: attention over the head's paged cache, by the layers of its group; see `passes_attend`.
+            attend: attention over the head's paged cache, by the layers of its group; see `PassesAttend`.
         """
 
     def step_width(self, index: int) -> int:
         """Tokens a row in step `index` (from 0)."""
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None, draw: Draw) -> Tensor:
         """Run step `index` (from 0) for the first `rows` >= 2 rows: reads draft index+1, writes draft index+2.
 
         Args:
-            before: the first result of the previous step, always at the same address; None for step 0.
+            before: the result of the previous step, always at the same address; None for step 0.
+            draw: called with the choices of each draft that the step makes.
+
+        Returns:
+            The step's outputs, which the next one reads.
         """
 
 

@@ -26,16 +26,16 @@ from drafters.loops.base import (
     Attend,
     Chosen,
     Compile,
+    Draw,
     FixedPrefill,
     FixedShape,
     FixedSteps,
     Greedy,
     LoopSize,
-    Stepped,
     from_layer,
 )
 from drafters.loops.head_passes import HeadPasses, TokenReader, target_ids_of
-from drafters.loops.steps import StepBuffers, step_width
+from drafters.loops.steps import StepBuffers, step_tokens, step_width
 
 
 class _Fixed:
@@ -45,6 +45,7 @@ class _Fixed:
     """
 
     bonus = 0
+    in_segments = True
 
     def __init__(
         self,
@@ -63,8 +64,13 @@ class _Fixed:
         self._target_ids = target_ids_of(passes[0].head, aux.device)
         self.drafts = torch.zeros(rows, num_drafts, dtype=torch.int64, device=aux.device)
 
+    def num_steps(self, drafts: int) -> int:
+        """See `FixedLoop.num_steps`: the draft prefill makes draft 1."""
+        return max(drafts - 1, 0)
+
     def steps(self, shape: FixedShape) -> FixedSteps:
-        return StepBuffers(shape, len(self._passes), self._aux.device, self.bonus)
+        tokens = step_tokens(shape.rows, self.num_steps(shape.query_len - 1), len(self._passes))
+        return StepBuffers(shape, tokens, self._aux.device, self.bonus)
 
     def step_width(self, index: int) -> int:
         return step_width(index + 1, len(self._passes))
@@ -109,12 +115,13 @@ class FixedChain(_Fixed):
         self.hidden[: len(x)].copy_(x)
         return self._choose(logits, 0)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None, draw: Draw) -> Tensor:
         """See `FixedLoop.step`: x [rows, H]. Step 0 copies its input: for a view code would be compiled once more."""
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(partial(self._runner.attend, planned)):
             x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
-        return x, self._choose(logits, index + 1)
+        draw(index + 1, self._choose(logits, index + 1))
+        return x
 
 
 class FixedTokens(_Fixed):
@@ -145,12 +152,13 @@ class FixedTokens(_Fixed):
         with self._head.attending(attend):
             return self._choose(read(inputs.token_ids.clone(), positions[0], last_row), 0)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
-        """See `FixedLoop.step`; its first result is unused. Copies, because code for views would be compiled anew."""
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None, draw: Draw) -> Tensor:
+        """See `FixedLoop.step`; its result is unused. Copies, because code for views would be compiled anew."""
         tokens = self.drafts[:rows, index].clone()
         with self._head.attending(partial(self._runner.attend, planned)):
             logits = self._read(tokens, planned.metadata.positions, self._rows[:rows].clone())
-        return tokens, self._choose(logits, index + 1)
+        draw(index + 1, self._choose(logits, index + 1))
+        return tokens
 
 
 class FixedModules(_Fixed):
@@ -208,7 +216,7 @@ class FixedModules(_Fixed):
         # A clone: compiled code would be recompiled for a view of the buffer, see `_flat`.
         return self._choose(modules[0].logits(hidden[0].clone()), 0)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None) -> Stepped:
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None, draw: Draw) -> Tensor:
         """See `FixedLoop.step`: outputs [rows·w, H]."""
         step, num_modules = index + 1, len(self._passes)
         m, width = step % num_modules, step_width(step, num_modules)
@@ -221,7 +229,8 @@ class FixedModules(_Fixed):
         with self._passes[m].carrying(from_layer(partial(self._runner.attend, planned), m)):
             x = self._compiled[m].over_head(x, token_ids, planned.metadata.positions)
         last = _flat(x.view(rows, width, -1)[:, -1], rows, x.shape[1])
-        return x, self._choose(self._compiled[m].logits(last), step)
+        draw(step, self._choose(self._compiled[m].logits(last), step))
+        return x
 
 
 class _Compiled:

@@ -39,7 +39,8 @@ class StepTokens:
     """The T tokens of all steps, step after step and row after row.
 
     Attributes:
-        numbers, widths: [K-1, 1] the number of each step, and its tokens a row.
+        numbers, widths: [K-1, 1] the number of each step, and its tokens a row. least: [K-1, 1] committed tokens of the
+            shortest row that takes it.
         ahead: [K-1, 1] first position of a row in each step, after its committed length; may be negative.
         owner, within: [T] the row of each token, and its index in the row. cell: [T] index of both in [K-1, rows].
         slices: the tokens of each step.
@@ -47,6 +48,7 @@ class StepTokens:
 
     numbers: np.ndarray
     widths: np.ndarray
+    least: np.ndarray
     ahead: np.ndarray
     owner: np.ndarray
     within: np.ndarray
@@ -72,6 +74,7 @@ def step_tokens(rows: int, num_steps: int, num_modules: int) -> StepTokens:
     return StepTokens(
         numbers=numbers,
         widths=widths,
+        least=widths,
         ahead=numbers // num_modules * num_modules - widths,
         owner=cell % max(rows, 1),
         within=offsets_within(lens),
@@ -90,7 +93,7 @@ def _write_steps(
     """
     page_size, lens = rows.page_size, rows.committed_lens
     active = rows.num_drafts > tokens.numbers
-    active &= lens >= tokens.widths
+    active &= lens >= tokens.least
     np.add(lens, tokens.ahead, out=first)
     first *= active
     np.add(first, tokens.widths, out=out.seq_lens, casting="unsafe")
@@ -232,7 +235,7 @@ class _Place:
     def __init__(self, arrays: HostArrays, shape: FixedShape, tokens: StepTokens) -> None:
         self.arrays = arrays
         arrays.query_start_loc[:] = np.arange(shape.rows + 1) * tokens.widths
-        self.first = np.zeros((shape.num_steps, shape.rows), np.int64)
+        self.first = np.zeros((len(tokens.slices), shape.rows), np.int64)
         self.batches = tuple(
             LiveBatch(
                 query_start_loc=arrays.query_start_loc[step],
@@ -251,14 +254,14 @@ class _Place:
 class StepBuffers:
     """The steps in a fixed shape, a `drafters.loops.base.FixedSteps`."""
 
-    def __init__(self, shape: FixedShape, num_modules: int, device: torch.device, bonus: int = 0) -> None:
+    def __init__(self, shape: FixedShape, tokens: StepTokens, device: torch.device, bonus: int = 0) -> None:
         """bonus: tokens that the draft prefill reads after committed states, see `drafters.loops.base.ReadsBonus`."""
-        self._shape, self._bonus = shape, bonus
-        self._tokens = step_tokens(shape.rows, shape.num_steps, num_modules)
+        self._tokens, self._bonus = tokens, bonus
         self._lens = np.zeros(shape.rows, np.int64)
         self._num_drafts = np.zeros(shape.rows, np.int64)
-        self._section = section = StepSection(num_modules, table=False)
-        sizes = section.sizes(shape.rows, 0, shape.num_steps) | {"step.entries": shape.page_entries}
+        self._section = section = StepSection(1, table=False)
+        own = {"step.entries": shape.page_entries, "step.tokens": len(tokens.cell)}
+        sizes = section.sizes(shape.rows, 0, len(tokens.slices)) | own
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(section.fields, self._bucket, device)
         buffers: list[Arrays] = self._arena.hosts(self._bucket)

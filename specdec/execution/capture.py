@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.hf.padding import padding_known
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
-from drafters.loops.base import CarriedRows, Chosen, Draft, FixedLoop, FixedPrefill, Passes, passes_attend
+from drafters.loops.base import CarriedRows, Chosen, Draft, Draw, FixedLoop, FixedPrefill, Passes, PassesAttend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import compiler_settings
@@ -148,7 +148,8 @@ class DraftCapture:
         self._prefill(result, round_, [self.runner.blank(each) for each in round_.prefill])
         before = None
         for index, metadata in enumerate(round_.steps):
-            before, _ = self.loop.step(index, step_rows(result.num_rows), self.runner.blank(metadata), before)
+            planned = self.runner.blank(metadata)
+            before = self.loop.step(index, step_rows(result.num_rows), planned, before, _nothing_drawn)
 
     def capture(
         self, result: PackedResult, round_: EmptyRound, target: FixedPlanner, recorder: Recorder
@@ -184,15 +185,13 @@ class DraftCapture:
     def _step_and_choose(
         self, index: int, rows: int, planned: PlannedBatch, before: tuple[Tensor | None, ...], drawn: bool
     ) -> Tensor:
+        draw: Draw = self.sampled.choose if drawn and self.sampled is not None else _nothing_drawn
         with padding_known(planned.metadata):
-            x, chosen = self.loop.step(index, rows, planned, before[drawn])
-        if drawn and self.sampled is not None:
-            self.sampled.choose(index + 1, chosen)
-        return x
+            return self.loop.step(index, rows, planned, before[drawn], draw)
 
     def _prefill(
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
-    ) -> Chosen:
+    ) -> Chosen | None:
         """Run over every token row of the verification (query_len for each row), up to the last accepted token."""
         rows, tokens = len(result.tokens), result.tokens
         bonus = round_.prefill[0].num_tokens // rows - tokens.shape[1]
@@ -202,7 +201,7 @@ class DraftCapture:
         inputs = FixedPrefill(tokens.reshape(-1), first + result.num_accepted, round_.carried)
         positions = [metadata.positions for metadata in round_.prefill]
         with padding_known(round_.prefill[0]):
-            return self.loop.prefill(inputs, positions, passes_attend(self.runner, planned), compiled)
+            return self.loop.prefill(inputs, positions, PassesAttend(self.runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
         """Each form of a step (greedy, drawn) reads the output of the same form of the step before."""
@@ -213,6 +212,10 @@ class DraftCapture:
             launch = partial(self._step_and_choose, index, step_rows(rows), planner.plan(metadata), before)
             steps.append(StepGraph(planner, self._recorded(launch, recorder)))
         return tuple(steps)
+
+
+def _nothing_drawn(draft: int, chosen: Chosen) -> None:
+    """A `Draw` where every row drafts greedily."""
 
 
 def compile_bucket(

@@ -166,7 +166,9 @@ class GraphExecutor:
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
             beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
-            widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
+            loop = self._loop
+            steps = range(0 if loop is None else loop.num_steps(self._query_len - 1))
+            widths = {1} if loop is None else {1, *map(loop.step_width, steps)}
             of_steps = {rows * width for rows in self._sizes for width in widths}  # of 1: also of chosen drafts
             of_prefill = {n * (self._query_len + self._passes.bonus) for n in self._fixed}
             readers = [(target.hf_model, tokens), beside_prompts, (self._head, of_prefill | of_steps)]
@@ -329,14 +331,14 @@ class GraphExecutor:
         graphs = self._buckets[bucket].draft
         assert graphs is not None
         rows = rows_after(target, accepted_by_row(target, num_accepted))
-        num_steps = int(rows.num_drafts.max(initial=1)) - 1
-        if num_steps:
+        num_drafts = int(rows.num_drafts.max(initial=1))
+        if num_steps := self._loop.num_steps(num_drafts):
             batches, _ = self._steps[bucket].send(rows)
             self._sent += 1
             for step, host in zip(graphs.steps[:num_steps], batches, strict=False):
                 step.planner.replan(host)
                 step.run.of(round_.sampled).replay()
-        return Draft(self._loop.drafts[: len(target.start), : num_steps + 1], None)
+        return Draft(self._loop.drafts[: len(target.start), :num_drafts], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the draft prefill after it."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
 from attention.runner import GroupRunner, PlannedBatch
-from drafters.loops.base import CarriedRows, Chosen, FixedLoop, FixedPrefill, PrefillPasses
+from drafters.loops.base import CarriedRows, Chosen, FixedLoop, FixedPrefill, PassesAttend, PrefillPasses
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
@@ -169,7 +169,7 @@ class RaggedTarget:
 
 
 def _in_turn(runner: GroupRunner, passes: Sequence[CommonAttentionMetadata]) -> Callable[..., Tensor]:
-    """The attention of a draft prefill, see `drafters.loops.base.passes_attend`.
+    """The attention of a draft prefill, see `drafters.loops.base.PassesAttend`.
 
     A pass is planned when its turn comes: plans that wait for their launch would be overwritten by later ones.
     """
@@ -214,20 +214,22 @@ class RaggedPrefill:
         """Rows of each graph, including the vectors that modules carry: as many as the loop drafts for."""
         return len(self._loop.drafts)
 
-    def run(self, result: PackedResult, ahead: DeviceAhead) -> tuple[Tensor, Chosen]:
+    def run(self, result: PackedResult, ahead: DeviceAhead) -> tuple[Tensor, Chosen | None]:
         """Write draft 1 of every row, and the inputs of the steps, into the loop's buffers.
 
         Returns:
             [B] int64 accepted drafts of each row, and the choices for the largest number of rows.
         """
+        # One more entry, 0: the `decided_place` of rows that are not decided is J.
+        accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
+        accepted = accepted.index_select(0, ahead.decided_place)
+        if not self._loop.in_segments:
+            return accepted, self._run_plainly(result, ahead, accepted)
         count, rows = len(ahead.token_ids), len(ahead.last_row)
         graph = self._graph(token_bucket(count, self._most_tokens))
         ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
         ids[:count].copy_(ahead.token_ids)
         ids.index_copy_(0, ahead.token_places, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
-        # One more entry, 0: the `decided_place` of rows that are not decided is J.
-        accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
-        accepted = accepted.index_select(0, ahead.decided_place)
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
         last_row[rows:].zero_()
         for positions, each in zip(graph.positions, ahead.passes, strict=True):
@@ -239,8 +241,17 @@ class RaggedPrefill:
         graph.graph.replay(lambda: Between(_in_turn(self._runner, ahead.passes)))
         return accepted, graph.chosen
 
+    def _run_plainly(self, result: PackedResult, ahead: DeviceAhead, accepted: Tensor) -> Chosen | None:
+        """Operator by operator: a prefill that attends nothing, and has one pass."""
+        drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
+        token_ids, (own,) = ahead.token_ids.index_copy(0, ahead.token_places, drafts), ahead.passes
+        inputs, unplanned = FixedPrefill(token_ids, ahead.last_row + accepted), PlannedBatch(own, {})
+        return self._loop.prefill(inputs, [own.positions], PassesAttend(self._runner, [unplanned]), compiled=False)
+
     def capture_expected(self, mixed: Iterable[int]) -> None:
         """Capture the largest bucket, these of prompts with decoding rows, and the smallest."""
+        if not self._loop.in_segments:
+            return
         for tokens in (self._most_tokens, *mixed, 1):
             self._graph(token_bucket(tokens, self._most_tokens))
 
@@ -268,6 +279,7 @@ class RaggedPrefill:
                     return attend(layer, query, key, value, None)
 
                 chosen = self._loop.prefill(inputs, positions, attended)
+                assert chosen is not None
                 return chosen.ids, chosen.logits
 
             graph, chosen = record_segments(launch, self._pool, self._group)

@@ -46,16 +46,19 @@ class SampledDrafts:
         self._inverse = inverse_map(head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)), vocab_size)
         self._logits: Tensor | None = None
 
-    def choose(self, step: int, chosen: Chosen, num_accepted: Tensor | None = None) -> None:
-        """Draw draft step+1 of the sampled rows in place of the greedy draft.
+    def choose(self, step: int, chosen: Chosen | None, num_accepted: Tensor | None = None) -> None:
+        """Draw draft step+1 of the sampled rows in place of the greedy draft; without choices only keep num_accepted.
 
         The kernels that draw also write everything that is kept: a separate launch would cost as much as theirs.
 
         num_accepted: with draft 1, [R] int64 of any stride, on the device: accepted drafts of the last verification.
             Rows of `chosen` that are not among these are greedy.
         """
-        if self._sampling.seed is not None:
-            self._choose_keyed(step, chosen, num_accepted)
+        if chosen is None or self._sampling.seed is not None:
+            if num_accepted is not None:
+                self._accepted[: len(num_accepted)] = num_accepted
+            if chosen is not None:
+                self._choose_keyed(step, chosen)
             return
         rows = len(chosen.ids)
         sampling = self._sampling.first(rows)
@@ -72,11 +75,9 @@ class SampledDrafts:
             places=DraftPlaces(logits, self._drafts[:rows, step], self._target_ids, kept),
         )
 
-    def _choose_keyed(self, step: int, chosen: Chosen, num_accepted: Tensor | None) -> None:
+    def _choose_keyed(self, step: int, chosen: Chosen) -> None:
         """By the noise of the drafts' positions: the acceptance then needs nothing of what they were drawn from."""
         rows = len(chosen.ids)
-        if num_accepted is not None:
-            self._accepted[: len(num_accepted)] = num_accepted
         sampling = self._sampling.first(rows)
         seeds = self._sampling.seed
         at = (self._accepted[:rows] + (step + 1)).clamp(max=seeds.shape[1] - 1)

@@ -17,6 +17,7 @@ from attention.batch.host import HostBatch, offsets_within, owners_of, rows_batc
 from attention.staging import A, array
 from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.prefill import accepted_rows
+from drafters.loops.steps import StepTokens
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,16 @@ def block_arrays(draft: DraftInput, block_size: int, mask_token_id: int) -> Host
         batch=rows_batch(starts, rows.committed_lens, rows.block_table, draft.page_size),
         size=LoopSize(len(lens), len(positions), draft.block_table.shape[1], int(rows.num_drafts.max(initial=0))),
     )
+
+
+def block_tokens(rows: int, block_size: int) -> StepTokens:
+    """The tokens of the one step in which `rows` rows run their blocks, for rounds of a fixed shape.
+
+    >>> tokens = block_tokens(2, 3)
+    >>> tokens.owner.tolist(), tokens.within.tolist(), tokens.slices
+    ([0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], (slice(0, 6, None),))
+    """
+    owner = np.repeat(np.arange(rows), block_size)
+    none, width = np.zeros((1, 1), np.int64), np.full((1, 1), block_size, np.int64)
+    within = np.tile(np.arange(block_size), rows)
+    return StepTokens(none, width, none, none, owner, within, owner, (slice(0, len(owner)),))

@@ -19,7 +19,7 @@ from attention.checking import CHECKS, require
 from attention.runner import GroupRunner
 from attention.staging import Arrays, Section, Staged
 from drafters.base import BlockHead
-from drafters.loops.base import Choose, Draft, DraftInput, LoopSize
+from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.block.inputs import BlockRows, HostBlock, block_arrays
 from drafters.loops.block.markov import drafts_along
 
@@ -53,7 +53,7 @@ class BlockSection:
 
 
 class BlockLoop:
-    """The draft loop of one head; a `drafters.loops.base.DraftLoop` that `SharesPages`."""
+    """The draft loop of one head; a `drafters.loops.base.GraphLoop` that `SharesPages`."""
 
     name = "blocks of drafts"
     num_modules = 1
@@ -86,3 +86,11 @@ class BlockLoop:
         attend = partial(runner.attend, runner.plan(inputs.metadata))
         x = head.block(inputs.token_ids, inputs.metadata.positions, attend).unflatten(0, (-1, head.block_size))
         return drafts_along(head, x, inputs.token_ids[:: head.block_size], inputs.num_drafts, choose)
+
+    def fixed_form(
+        self, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+    ) -> FixedLoop:
+        """See `GraphLoop.fixed_form`."""
+        from drafters.loops.block.fixed import FixedBlock  # late: only rounds from graphs need it
+
+        return FixedBlock(self._head, runner, aux, limits, greedy, compiler)

@@ -9,6 +9,8 @@ Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark (arithmetic of the varian
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -73,18 +75,33 @@ MARKOVS = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RnnMarkov}
 
 
 def drafts_along(head: BlockHead, x: Tensor, bonus: Tensor, num_drafts: int, choose: Choose) -> Draft:
-    """Drafts 1 … num_drafts from the outputs x [R, Q, H] of whole blocks; bonus: [R] int64 tokens.
+    """Drafts 1 … num_drafts from the outputs x [R, Q, H] of whole blocks; bonus: [R] int64 tokens."""
+    token_ids, probs = list[Tensor](), list[Tensor | None]()
+
+    def draft(slot: int, logits: Tensor) -> Tensor:
+        ids, q = choose(slot, logits)
+        token_ids.append(head.to_target_ids(ids))
+        probs.append(q)
+        return token_ids[-1]
+
+    go_along(head, x, bonus, num_drafts, draft)
+    return Draft.of(token_ids, probs)
+
+
+def go_along(
+    head: BlockHead, x: Tensor, bonus: Tensor, num_drafts: int, draft: Callable[[int, Tensor], Tensor]
+) -> None:
+    """Make drafts 1 … num_drafts from the outputs x [R, Q, H] of whole blocks.
 
     The slots behind the last draft are dropped.
+
+    Args:
+        bonus: [R] int64 tokens. draft: chooses draft j+1: (j from 0, draft logits [R, Vd]) -> [R] int64 target ids.
     """
     hidden = x[:, head.first_slot : head.first_slot + num_drafts].transpose(0, 1)  # [n, R, H]
     logits = head.logits(hidden.flatten(0, 1)).view(num_drafts, len(bonus), -1)
     chain: BlockChain = head.chain
-    state, previous, token_ids, probs = None, bonus, list[Tensor](), list[Tensor | None]()
+    state, previous = None, bonus
     for slot in range(num_drafts):
         biased, state = chain.step(logits[slot], previous, hidden[slot], state)
-        ids, q = choose(slot, biased)
-        previous = head.to_target_ids(ids)
-        token_ids.append(previous)
-        probs.append(q)
-    return Draft.of(token_ids, probs)
+        previous = draft(slot, biased)

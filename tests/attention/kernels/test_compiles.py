@@ -51,8 +51,9 @@ if sys.argv[1:] == ["packed"]:
     parts = {"PREFIX_PARTS": tile.parts, "PREFIX_TILE": tile.keys, "PREFIX_LEAST": tile.least_keys}
     causal = heads | tiles | parts | {"CAUSAL": True, "WINDOWED": False}
     rest = [compiled(packed_kernel._packed_kernel, causal | {"CASCADE": on}, "*bf16", strides) for on in (True, False)]
-    wide = causal | {"CASCADE": False, "CAUSAL": False, "TILE_QUERIES": 64}
-    rest += [compiled(packed_kernel._packed_kernel, wide | {"WINDOWED": on}, "*bf16", strides, 8) for on in (True, False)]
+    both = causal | {"CASCADE": False, "CAUSAL": False, "TILE_QUERIES": 64}
+    rest += [compiled(packed_kernel._packed_kernel, both | {"WINDOWED": on}, "*bf16", strides, 8)
+             for on in (True, False)]
     print(*("griddepcontrol" in each for each in (before, *rest)), "wgmma" in before, len(rest[0]) > len(rest[1]))
     sys.exit()
 dim_k, dim_v, cache = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

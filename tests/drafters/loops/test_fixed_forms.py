@@ -40,7 +40,7 @@ def test_a_pass_ends_with_the_launch_that_finds_its_drafts(mapped: bool) -> None
         chosen = [chain.prefill(inputs, (torch.arange(12),), lambda layer, q, k, v: q.clone())]
         assert not seen.counts
         for step in range(2):
-            chosen.append(chain.step(step, 2, planned, None)[1])  # type: ignore[arg-type]
+            chain.step(step, 2, planned, None, lambda _, own: chosen.append(own))  # type: ignore[arg-type]
             assert not seen.counts
     ids = torch.stack([each.ids for each in chosen], 1)
     assert chain.drafts.tolist() == [*head.to_target_ids(ids).tolist(), *[[0, 0, 0]] * 3]

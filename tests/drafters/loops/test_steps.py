@@ -16,7 +16,7 @@ import drafters.loops.steps
 from attention.batch.host import HostBatch, rows_batch, slots_of
 from attention.errors import InvariantError
 from drafters.loops.base import DraftingRows, FixedShape
-from drafters.loops.steps import StepBuffers, StepSection, step_arrays, step_width
+from drafters.loops.steps import StepBuffers, StepSection, step_arrays, step_tokens, step_width
 from specdec.rounds.rows import draft_room, drafts_within
 from tests.drafters.loops.test_prefill import DRAFTS, TABLE, WIDE, Case, cases
 
@@ -153,7 +153,9 @@ def test_the_validator_sees_the_classic_slot_bugs(wrong_slots: Callable[[np.ndar
 
 def fixed_steps(page_size: int, modules: int, drafts: int) -> StepBuffers:
     entries = ROWS * -(-LONGEST // page_size)
-    return StepBuffers(FixedShape(ROWS, drafts + 1, page_size, entries), modules, CPU)
+    return StepBuffers(
+        FixedShape(ROWS, drafts + 1, page_size, entries), step_tokens(ROWS, max(drafts - 1, 0), modules), CPU
+    )
 
 
 def drafting_rows(rows: Rows, page_size: int, drafts: int = 5) -> DraftingRows:

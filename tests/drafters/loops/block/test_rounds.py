@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import CPU, VOCAB, free_everywhere, hf_greedy, random_prompts, scheduler_of, tiny_llama, wrap, wrong_rounds
+from fakes import VOCAB, free_everywhere, hf_greedy, random_prompts, scheduler_of, tiny_llama, wrap, wrong_rounds
 
 from attention.cache.pages import BlockTables
 from attention.runner import GroupRunner
@@ -18,13 +18,11 @@ from drafters.loops.base import DraftInput, DraftLoop, LoopSize, SharesPages
 from drafters.loops.block import loop as block_loop
 from drafters.loops.block.inputs import HostBlock
 from specdec.errors import InvalidInputError, InvariantError, UnsupportedAttentionError
-from specdec.loading.cuda_graphs import choose_graphs
 from specdec.requests.sampling import SamplingParams
 from tests.block_heads import DFLASH, DSPARK, block_head, write_head
 from tests.drafters.test_conformance import oracle_rounds
 from tests.drafters.test_keyed_drafts import keyed_as
 from tests.sampled_rounds import drawn_as
-from tests.specdec.execution.test_graphs import FixedPlaceBackend
 from tests.specdec.extensions.handoff.test_transfers import PARAMS as MOVED_PARAMS
 from tests.specdec.extensions.handoff.test_transfers import PROMPTS as MOVED
 from tests.specdec.extensions.handoff.test_transfers import SIZES as MOVED_SIZES
@@ -215,12 +213,8 @@ def test_drafts_by_lookup_take_the_place_of_the_heads() -> None:
     assert [c.token_ids for c in completions] == [hf_greedy(p, 20) for p in PROMPTS]
 
 
-def test_graphs_and_backends_without_such_layers_are_refused_by_name() -> None:
+def test_backends_without_such_layers_are_refused_by_name() -> None:
     head = made("dflash")
-    loop = head.draft_loop(LoopSize())
-    assert "blocks of drafts run without CUDA graphs" in choose_graphs(FixedPlaceBackend(CPU), loop, "auto").reason
-    with pytest.raises(InvalidInputError, match="blocks of drafts run without CUDA graphs"):
-        choose_graphs(FixedPlaceBackend(CPU), loop, True)
     with pytest.raises(UnsupportedAttentionError, match="group head: backend 'batch_invariant' has causal attention"):
         wrap(tiny_llama(), head, backend="batch_invariant")
 
