@@ -11,6 +11,7 @@ import torch
 from attention.backends.flashinfer.short_queries import PackedKernel, is_packed
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
+from attention.runner import PlannedBatch
 from tests.gpu.test_flashinfer import (
     CUDA,
     LIMIT,
@@ -23,7 +24,7 @@ from tests.gpu.test_flashinfer import (
 )
 
 
-def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any) -> Pair:
+def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any, **options: Any) -> Pair:
     """A pair without FlashInfer's own kernels, which take minutes to build."""
     from attention.backends.flashinfer.backend import FlashInferBackend
 
@@ -32,7 +33,7 @@ def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any) ->
             return None
 
     dtype, *rest = args or (torch.bfloat16,)
-    return Pair(attention_spec(heads, dim), dtype, *rest, backend=FixedOnly(CUDA))
+    return Pair(attention_spec(heads, dim, **options), dtype, *rest, backend=FixedOnly(CUDA))
 
 
 def kernel_of(pair: Pair, rows: int, query_len: int) -> object:
@@ -74,6 +75,29 @@ def test_equals_the_reference(
         graph.replay()
         expected = pair.expected(metadata, static)
         for row in range(rows):  # a row by itself: a wrong one must not hide behind the others
+            tokens = slice(row * query_len, (row + 1) * query_len)
+            assert relative_error(out[tokens], expected[tokens]) <= 2 * LIMIT[dtype]
+        assert relative_error(out, expected) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "query_len", "window"), [(1, 16, None), (8, 8, None), (32, 16, 9), (40, 7, 300)])
+def test_blocks_attend_both_ways(rows: int, query_len: int, window: int | None, dtype: torch.dtype) -> None:
+    """As a graph holds it and planned for one batch; rows of one page and of many."""
+    pair = packed_pair((32, 8), 128, dtype, causal=False, window=window)
+    computed = np.random.default_rng(rows).integers(0, 900, rows).tolist()
+    computed[0] = 0
+    metadata = metadata_of(host_batch([query_len] * rows, computed, 16))
+    states = pair.states(query_len * rows)
+    expected = pair.expected(metadata, states)
+    from attention.backends.flashinfer.backend import FlashInferBackend
+
+    plans = [pair.flashinfer.fixed_planner(rows, query_len).plan(metadata)]
+    builder = FlashInferBackend(CUDA).builder(pair.flashinfer.group, pair.key, dtype)
+    plans.append(PlannedBatch(metadata, {pair.key: builder.build(metadata)}, {pair.key: metadata}))
+    for plan in plans:
+        out = pair.flashinfer.attend(plan, 0, *states)
+        for row in range(rows):
             tokens = slice(row * query_len, (row + 1) * query_len)
             assert relative_error(out[tokens], expected[tokens]) <= 2 * LIMIT[dtype]
         assert relative_error(out, expected) <= LIMIT[dtype]
