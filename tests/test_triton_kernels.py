@@ -122,7 +122,7 @@ def test_packed_attention_both_ways(
 def check_packed(key: AttentionSpec, page_size: int, query_len: int, layout: KVLayout) -> None:
     heads, dim = (key.num_q_heads, key.num_kv_heads), key.head_dim_k
     both_ways = None if key.causal else key.window or 1 << 20
-    lengths = np.array([query_len, 64, 65, 128, 129, 300])
+    lengths = np.array([query_len, 64, 65, 70, 128, 129, 135, 300])
     rows = len(lengths)
     counts = -(-lengths // page_size)
     layer = cache(key, int(counts.sum()) + 1, page_size, layout)

@@ -191,12 +191,13 @@ class _Shape:
 class RecordedSteps:
     """The steps of a model in few tokens, from recordings.
 
-    reason: why there are none, in words; "" where steps are recorded.
+    Attributes:
+        reason: why there are none, in words; "" where steps are recorded. shapes: those that came, the last one last.
     """
 
     model: PreTrainedModel
     reason: str = ""
-    _shapes: OrderedDict[tuple[int, ...], _Shape] = field(default_factory=OrderedDict)
+    shapes: OrderedDict[tuple[int, ...], _Shape] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self._versions = WeightVersions(self.model)
@@ -213,7 +214,7 @@ class RecordedSteps:
             self._forget()
 
     def _forget(self) -> None:
-        self._shapes.clear()
+        self.shapes.clear()
         self._layouts = Matrix.layouts
         self.reason = unseen_state(self.model)
 
@@ -244,10 +245,10 @@ class RecordedSteps:
         return logits
 
     def _shape(self, key: tuple[int, ...]) -> _Shape:
-        shape = self._shapes.setdefault(key, _Shape())
-        self._shapes.move_to_end(key)
-        if len(self._shapes) > _MOST_SHAPES:
-            self._shapes.popitem(last=False)
+        shape = self.shapes.setdefault(key, _Shape())
+        self.shapes.move_to_end(key)
+        if len(self.shapes) > _MOST_SHAPES:
+            self.shapes.popitem(last=False)
         return shape
 
     def _record(self, shape: _Shape, live: Forward, inputs: Sequence[Tensor], attend: LayerAttend) -> Tensor:

@@ -476,7 +476,7 @@ def test_recorded_steps_are_those_of_the_model_as_it_is_now(kind: str, monkeypat
     wrapped = Wrapped.of(kind, cpu_linears="packed", enable_prefix_caching=False)
     with wrapped.speculative as speculative:
         assert wrapped.answers(0) == wrapped.before
-        assert any(shape.is_checked for shape in speculative.target.steps._shapes.values()) == (kind != "hooked")
+        assert any(shape.is_checked for shape in speculative.target.steps.shapes.values()) == (kind != "hooked")
         for change, (_, kinds) in CHANGES.items():
             if kind in kinds and change not in NOT_OF_PACKED:
                 outcome, _ = wrapped.episode(change)

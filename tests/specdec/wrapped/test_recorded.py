@@ -44,7 +44,7 @@ def model_of(kind: str) -> Any:
 
 def used(wrapped: Any) -> int:
     """Shapes of which steps come from a recording."""
-    return sum(shape.is_checked for shape in wrapped.target.steps._shapes.values())
+    return sum(shape.is_checked for shape in wrapped.target.steps.shapes.values())
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
@@ -168,7 +168,7 @@ def test_long_steps_and_shapes_that_no_longer_come_are_not_kept(monkeypatch: pyt
     with wrap(tiny_llama(), cpu_linears="packed", **sizes) as wrapped:
         for length in (70, 3, 4, 5, 6, 70):
             wrapped.generate([[7] * length], SamplingParams(max_new_tokens=1))
-        shapes = wrapped.target.steps._shapes
+        shapes = wrapped.target.steps.shapes
         assert [key[0] for key in shapes] == [4, 5, 6]
 
 
