@@ -190,6 +190,7 @@ class Recipe(Generic[TrainedHead]):
         start: the head to train; it is given a function V -> [V] int64, how often the target wrote each token.
         finished: a trained head as an engine loads it. save: writes one.
         initial: the trained head to continue from, or None.
+        objective: a `drafters.training.objective.Objective`; None for the training-time test.
     """
 
     aux_layers: Layers
@@ -198,3 +199,4 @@ class Recipe(Generic[TrainedHead]):
     finished: Callable[[TrainedHead], Head]
     save: Save[TrainedHead]
     initial: TrainedHead | None = None
+    objective: Callable[..., Any] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,13 @@ class Batch:
     """B right-padded sequences of S tokens: token_ids [B, S] int64, 0 in the padding.
 
     real: [B, S] bool, False in the padding (the target's attention mask). answer: [B, S] bool, the answers' tokens.
+    draws: [B, S] float64 in [0, 1), uniform, for objectives that take some positions alone.
     """
 
     token_ids: Tensor
     real: Tensor
     answer: Tensor
+    draws: Tensor
 
 
 def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -56,8 +59,9 @@ def training_batches(
     """Endless batches from step `first_step` on."""
     epoch, skip = divmod(first_step, len(epoch_order(answers.lengths, batch_size, seed, 0)))
     while True:
-        for indices in epoch_order(answers.lengths, batch_size, seed, epoch)[skip:]:
-            yield collate(answers, indices, pad_multiple, device)
+        batches = epoch_order(answers.lengths, batch_size, seed, epoch)
+        for number in range(skip, len(batches)):
+            yield collate(answers, batches[number], pad_multiple, device, (seed, epoch, number))
         epoch, skip = epoch + 1, 0
 
 
@@ -68,8 +72,10 @@ def held_out_batches(answers: AnswerSet, batch_size: int, pad_multiple: int, dev
         yield collate(answers, order[start : start + batch_size], pad_multiple, device)
 
 
-def collate(answers: AnswerSet, indices: np.ndarray, pad_multiple: int, device: torch.device) -> Batch:
-    """Pad the sequences at `indices` [B] on the right to a common multiple of `pad_multiple`."""
+def collate(
+    answers: AnswerSet, indices: np.ndarray, pad_multiple: int, device: torch.device, seed: tuple[int, ...] = (0,)
+) -> Batch:
+    """Pad the sequences at `indices` [B] on the right to a common multiple of `pad_multiple`. seed: of the draws."""
     lengths = answers.lengths[indices]
     width = -(-int(lengths.max()) // pad_multiple) * pad_multiple
     token_ids = np.zeros((len(indices), width), dtype=np.int64)
@@ -78,7 +84,8 @@ def collate(answers: AnswerSet, indices: np.ndarray, pad_multiple: int, device: 
     columns = np.arange(width)
     real = columns < lengths[:, None]
     answer = real & (columns >= answers.answer_starts[indices][:, None])
-    return Batch(*(torch.from_numpy(x).to(device, non_blocking=True) for x in (token_ids, real, answer)))
+    arrays = token_ids, real, answer, np.random.default_rng(seed).random(token_ids.shape)
+    return Batch(*(torch.from_numpy(x).to(device, non_blocking=True) for x in arrays))
 
 
 Features = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -96,6 +103,10 @@ class BatchLoss:
     loss: Tensor
     accepted: Tensor
     possible: Tensor
+
+
+Objective = Callable[[Any, Batch, Tensor, Tensor, int, float], BatchLoss]
+"""Scores a head on a batch; arguments as of `evaluate_batch`."""
 
 
 def chain_mask(answer: Tensor, step: int) -> Tensor:

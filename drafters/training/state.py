@@ -34,7 +34,7 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps; the learning rate's cosine ends here. batch_size: sequences per step.
-        ttt_steps, decay: steps of the training-time test, and the loss weight decay^i of step i.
+        ttt_steps, decay: steps of the training-time test, or drafts of a block; and the loss weight decay^i of step i.
         learning_rate, warmup_steps, weight_decay, beta2, clip: AdamW (beta1 0.9), linear warm-up (-1: a 30th of the
             steps), gradient norm.
         seed: seed of the batches, which are padded to a multiple of `pad_multiple` tokens (few shapes for a compiler).

@@ -20,7 +20,15 @@ from drafters.errors import TrainingDivergedError
 from drafters.training.data import AnswerSet
 from drafters.training.files import whole_folder
 from drafters.training.lines_of_progress import LinesOfProgress
-from drafters.training.objective import Batch, BatchLoss, Features, evaluate_batch, held_out_batches, training_batches
+from drafters.training.objective import (
+    Batch,
+    BatchLoss,
+    Features,
+    Objective,
+    evaluate_batch,
+    held_out_batches,
+    training_batches,
+)
 from drafters.training.state import (
     Learner,
     Measurement,
@@ -99,6 +107,7 @@ def train(
     console: Console,
     *,
     save: Save[Any],
+    objective: Objective | None = None,
     speedup: Speedup | None = None,
 ) -> TrainResult:
     """Train a head in place; continue from the newest checkpoint in `output`, if any.
@@ -109,7 +118,7 @@ def train(
         evaluate: measures the finished head.
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.
         console: where progress is shown.
-        save: writes a head in the layout of its family.
+        save: writes a head in the layout of its family. objective: None for the training-time test.
         speedup: shown with each measurement.
 
     Raises:
@@ -123,7 +132,7 @@ def train(
     done, history = restore(run, learner, console)
     if done:
         console.print(f"{done} of {config.steps} steps were made before", highlight=False)
-    score = _Scorer(config, head, features)
+    score = _Scorer(config, head, features, objective or evaluate_batch)
     batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, score.device, done)
     with TrainingDisplay(console, config.steps, done) as display:
         for step in range(done + 1, config.steps + 1):
@@ -160,15 +169,15 @@ def _finish(run: Run, history: list[Measurement], head: torch.nn.Module, console
 
 
 class _Scorer:
-    """Scores batches: the target's features, then the training-time test under the run's precision."""
+    """Scores batches: the target's features, then the objective under the run's precision."""
 
-    def __init__(self, config: TrainConfig, head: Any, features: Features) -> None:
+    def __init__(self, config: TrainConfig, head: Any, features: Features, objective: Objective) -> None:
         self._config = config
         self.head: Any = head
         self._features = features
         self.device = next(head.parameters()).device
         self._autocast = config.bfloat16 and self.device.type == "cuda"
-        self._evaluate = torch.compile(evaluate_batch) if config.compile else evaluate_batch
+        self._evaluate = torch.compile(objective) if config.compile else objective
 
     def __call__(self, batch: Batch) -> BatchLoss:
         with torch.no_grad():

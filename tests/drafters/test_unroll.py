@@ -153,7 +153,7 @@ def one_batch(head: Eagle3Head) -> tuple[Batch, torch.Tensor, torch.Tensor]:
     answer = (columns >= anchors + 1) & (columns <= anchors + 1 + STEPS) & (columns < LENGTH)
     logits = torch.full((*token_ids.shape, head.spec.vocab_size), -9.0)
     logits.scatter_(-1, shift_left(token_ids, 1)[..., None], 9.0)
-    return Batch(token_ids, torch.ones_like(answer), answer), aux_hidden_states, logits
+    return Batch(token_ids, torch.ones_like(answer), answer, answer.double()), aux_hidden_states, logits
 
 
 def test_acceptance_counts_chains_that_drafting_would_get_right() -> None:
@@ -163,7 +163,7 @@ def test_acceptance_counts_chains_that_drafting_would_get_right() -> None:
     fitting = [min(STEPS, LENGTH - a - 2) for a in ANCHORS]
     assert outcome.possible.tolist() == [sum(max(n - step, 0) for n in fitting) for step in range(STEPS)]
     assert outcome.accepted[-1] == outcome.possible[-1] > 0  # only the anchors' own chains reach the last step
-    spoiled = Batch(batch.token_ids.clone(), batch.real, batch.answer)
+    spoiled = Batch(batch.token_ids.clone(), batch.real, batch.answer, batch.draws)
     spoiled.token_ids[:, 2:] = (spoiled.token_ids[:, 2:] + 1) % head.spec.vocab_size
     assert evaluate_batch(head, spoiled, aux_hidden_states, logits, STEPS, decay=0.8).accepted[-1] == 0
 

@@ -253,7 +253,7 @@ def test_results_without_a_record_are_not_trusted(bench: Bench) -> None:
         ({"aux_layers": "1,2,9"}, "aux layers 0 … 3"),
         ({"held_out": 12}, "of 12 usable questions, 1 to 11 can be held out"),
         ({"max_length": 27}, "too long"),
-        ({"ttt_steps": 8}, "ttt_steps=8"),
+        ({"ttt_steps": 8}, "8 drafts in a row (ttt_steps) need"),
         ({"learning_rate": "nan"}, "learning_rate must be positive and finite"),
         ({"seed": -1}, "seed"),
         ({"max_new_tokens": 1}, "max-new-tokens"),

@@ -95,8 +95,9 @@ class TrainingPlan:
             )
         if max(room) <= self.config.ttt_steps:
             raise InvalidInputError(
-                f"ttt_steps={self.config.ttt_steps} needs answers of {self.config.ttt_steps + 1} tokens (a bonus token "
-                f"and as many drafts); by max_new_tokens and max_length, the longest can have {max(room)}"
+                f"{self.config.ttt_steps} drafts in a row (ttt_steps) need answers of {self.config.ttt_steps + 1} "
+                f"tokens (a bonus token and the drafts); by max_new_tokens and max_length, the longest can have "
+                f"{max(room)}"
             )
 
     def round_seconds(self, questions: Sequence[Questions]) -> RoundSeconds:
@@ -145,15 +146,26 @@ class TrainingPlan:
         longest = int((training.lengths - training.answer_starts).max())
         if longest <= self.config.ttt_steps:
             raise InvalidInputError(
-                f"the longest answer has {longest} tokens; ttt_steps={self.config.ttt_steps} needs one of "
-                f"{self.config.ttt_steps + 1}"
+                f"the longest answer has {longest} tokens; {self.config.ttt_steps} drafts in a row (ttt_steps) need "
+                f"one of {self.config.ttt_steps + 1}"
             )
         data = TrainingData(training, measured)
         ready = self.recipe.finished
         evaluate = evaluation(self.model, measured, self.config.ttt_steps, ready, max_new_tokens, speedup)
         with locked(output):
             head, save = self.recipe.start(training.token_counts), self.recipe.save
-            return train(self.config, head, data, self.features, evaluate, output, console, save=save, speedup=speedup)
+            return train(
+                self.config,
+                head,
+                data,
+                self.features,
+                evaluate,
+                output,
+                console,
+                save=save,
+                objective=self.recipe.objective,
+                speedup=speedup,
+            )
 
 
 def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
@@ -252,7 +264,11 @@ def plan_training(
         FAMILIES[family]
         .code()
         .recipe(
-            hf_model, lambda: target_facts(probe_target(hf_model)), model.config.max_model_len, config.seed, options
+            hf_model,
+            lambda: target_facts(probe_target(hf_model)),
+            model.config.max_model_len,
+            config.seed,
+            {**options, "num_drafts": config.ttt_steps},
         )
     )
     settings = common_settings(model, family, config, held_out)
