@@ -1,20 +1,24 @@
-"""Load block-parallel heads, strictly, with the source of every choice; or resolve one by its own files."""
+"""Load and save block-parallel heads, strictly, with the source of every choice; or resolve one by its own files."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from attention.backends.limits import dtype_name
 from drafters.base import TargetFacts
 from drafters.block.formats import flattened, format_of, resolve_block
 from drafters.block.head import BlockParallelHead
 from drafters.block.spec import BlockSpec
-from drafters.checkpoints.config_fields import HeadReport, lookup, read
+from drafters.checkpoints.config_fields import HeadReport, lookup, read, rope_to_config
+from drafters.checkpoints.layer_fields import EMBEDDING, LM_HEAD
 from drafters.checkpoints.layouts import strip_prefixes
 from drafters.checkpoints.opened_head import OpenedHead
-from drafters.checkpoints.tensor_files import CheckpointPath, locate, naming, open_folder, read_json
+from drafters.checkpoints.tensor_files import CheckpointPath, Json, locate, naming, open_folder, read_json, write_folder
+from drafters.eagle3.layout import layer_sizes
 
 
 def load_block(
@@ -36,6 +40,62 @@ def describe_block(path: CheckpointPath) -> HeadReport:
     return _open(path, _target_of_files(path)).report
 
 
+def fresh_block(spec: BlockSpec, target: TargetFacts, seed: int) -> BlockParallelHead:
+    """A head with random float32 weights on the target's device, which shares the target's embedding and lm_head.
+
+    Raises HeadMismatchError: spec and target do not fit.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _new_head(spec, target, None, "cpu").to(target.embedding.device)
+
+
+def save_block(head: BlockParallelHead, folder: str | Path, num_target_layers: int, num_anchors: int) -> Path:
+    """Write config.json and model.safetensors; returns the folder.
+
+    A plain head that fills in has z-lab's layout, without the target's embedding and lm_head. Others have DeepSpec's,
+    with copies of both, and say how many anchors they were trained with.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = head.norm.weight.dtype
+    weights = head.state_dict()
+    if _is_deepspec(head.spec):
+        weights = {EMBEDDING: head.target_embedding, LM_HEAD: head.target_lm_head, **weights}
+    # Clones: safetensors stores no two tensors that share memory, as those of a tied target do.
+    tensors = {name: t.detach().to("cpu", stored).contiguous().clone() for name, t in weights.items() if t is not None}
+    return write_folder(folder, config_of(head.spec, num_target_layers, num_anchors, dtype_name(stored)), tensors)
+
+
+def config_of(spec: BlockSpec, num_target_layers: int, num_anchors: int, dtype: str) -> Json:
+    """config.json of a trained head, which has neither windows nor causal layers; dtype: of the stored weights."""
+    deepspec = _is_deepspec(spec)
+    own = {
+        "target_layer_ids": [layer - 1 for layer in spec.aux_layers],
+        "mask_token_id": spec.mask_token_id,
+        "sample_from_anchor": spec.slots == "anchor-first",
+    }
+    dspark = {
+        **own,
+        "num_anchors": num_anchors,
+        "markov_rank": spec.markov_rank,
+        "markov_head_type": spec.markov or "vanilla",
+        "enable_confidence_head": False,
+    }
+    return {
+        "architectures": ["Qwen3DSparkModel" if deepspec else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": dtype,
+        **layer_sizes(spec),
+        "num_target_layers": num_target_layers,
+        "block_size": spec.block_size,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        **rope_to_config(spec.rope),
+        **(dspark if deepspec else {"dflash_config": own}),
+    }
+
+
 def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec]:
     folder_path = locate(path)
     with naming(folder_path):
@@ -48,10 +108,10 @@ def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec]:
     return opened
 
 
-def _new_head(spec: BlockSpec, target: TargetFacts, d2t: Tensor | None) -> BlockParallelHead:
-    """The head without weights, sharing the target's tensors (a padded embedding is cut, not copied)."""
+def _new_head(spec: BlockSpec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> BlockParallelHead:
+    """The head with torch's own weights, sharing the target's tensors (a padded embedding is cut, not copied)."""
     embedding, lm_head = target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size]
-    return BlockParallelHead(spec, embedding, lm_head, d2t, torch.device("meta"))
+    return BlockParallelHead(spec, embedding, lm_head, d2t, torch.device(device))
 
 
 def _target_of_files(path: CheckpointPath) -> TargetFacts:
@@ -65,3 +125,7 @@ def _target_of_files(path: CheckpointPath) -> TargetFacts:
         layers = read(config, "num_target_layers", int, default=least).value
     zeros = torch.zeros(1, 1).expand(vocab, hidden)
     return TargetFacts(hidden, vocab, layers, zeros, zeros)
+
+
+def _is_deepspec(spec: BlockSpec) -> bool:
+    return spec.markov is not None or spec.slots == "anchor-first"

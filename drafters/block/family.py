@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attention.errors import InvalidInputError
 from drafters.base import Head, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
 from drafters.checkpoints.tensor_files import CheckpointPath
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from drafters.block.head import BlockParallelHead
+    from drafters.block.spec import BlockSpec
+
+_MOST_RANK = 256
+"""The rank of released Markov heads, of targets whose width is 2048 and more."""
 
 
 def load_head(
@@ -53,6 +60,60 @@ def not_exportable(path: CheckpointPath) -> str | None:
     )
 
 
-def recipe(model: PreTrainedModel, facts: LazyFacts, longest: int, seed: int, options: FamilyOptions) -> Recipe[Any]:
-    """Raises InvalidInputError: it is not trained here."""
-    raise InvalidInputError("block-parallel heads are not trained here: give an EAGLE-3 head")
+def recipe(
+    model: PreTrainedModel, facts: LazyFacts, longest: int, seed: int, options: FamilyOptions
+) -> Recipe[BlockParallelHead]:
+    """Train a new DFlash or DSpark head on the target's whole vocabulary.
+
+    options: see `new_spec`; and num_anchors, blocks of a sequence in a step.
+
+    Raises:
+        InvalidInputError: no head can have this shape. HeadLoadError: the target has no output embedding.
+    """
+    from drafters.block.checkpoint import fresh_block, save_block
+    from drafters.training.blocks import LOSSES, evaluate_blocks
+
+    target, anchors = facts(), options["num_anchors"]
+    spec = new_spec(model, target.vocab_size, longest, options)
+    names = ("num_layers", "intermediate_size", "aux_layers", "block_size", "slots", "mask_token_id", "markov_rank")
+    return Recipe(
+        aux_layers=spec.aux_layers,
+        settings={name: getattr(spec, name) for name in names} | {"kind": options["kind"], "num_anchors": anchors},
+        start=lambda counts: fresh_block(spec, target, seed),
+        finished=lambda head: copy.deepcopy(head).to(model.dtype).eval(),  # a copy: .to() casts a module in place
+        save=partial(save_block, num_target_layers=target.num_layers, num_anchors=anchors),
+        objective=partial(evaluate_blocks, num_anchors=anchors, weights=LOSSES[options["kind"]]),
+    )
+
+
+def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Mapping[str, Any]) -> BlockSpec:
+    """The spec of a new head, with attention and MLP as of a new EAGLE-3 head (`drafters.eagle3.family.new_spec`).
+
+    Args:
+        longest: sequence that the target is loaded for, in tokens.
+        options: kind ("dflash", "dspark"), num_drafts, num_layers; slots (None for the kind's own), mask_token_id (None
+            for V-1), markov_rank (of "dspark"; None for H/4, at most 256), aux_layers and intermediate_size.
+
+    Raises:
+        InvalidInputError: no head can have this shape, or a plain head is given a rank.
+    """
+    from drafters.block.spec import BlockSpec
+    from drafters.eagle3.family import new_spec as new_eagle3
+    from drafters.layer_spec import LayerSpec
+
+    shared = new_eagle3(model, vocab_size, longest, {**options, "draft_vocab_size": None})
+    dspark = options["kind"] == "dspark"
+    slots: Any = options.get("slots") or ("anchor-first" if dspark else "fill-in")
+    rank = options.get("markov_rank")
+    if rank is None:
+        rank = min(-(-shared.hidden_size // 4), _MOST_RANK) if dspark else 0
+    mask = options.get("mask_token_id")
+    return BlockSpec(
+        **{each.name: getattr(shared, each.name) for each in fields(LayerSpec)}
+        | {"num_layers": options["num_layers"], "qk_norm": True, "own_lm_head": False},
+        block_size=options["num_drafts"] + (slots == "fill-in"),
+        slots=slots,
+        mask_token_id=vocab_size - 1 if mask is None else mask,
+        markov="vanilla" if dspark else None,
+        markov_rank=rank,
+    )

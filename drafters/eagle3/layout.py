@@ -37,6 +37,7 @@ from drafters.eagle3.overrides import (
 )
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadLoadError
+from drafters.layer_spec import LayerSpec
 
 _LEGACY_AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
@@ -260,7 +261,7 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> Json:
     }
 
 
-def layer_sizes(spec: Eagle3Spec) -> Json:
+def layer_sizes(spec: LayerSpec) -> Json:
     """Sizes of a decoder layer as every layout has them, in the order of exported files, which tests compare whole."""
     return {
         "vocab_size": spec.vocab_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,14 @@ _DATA = (
         COUNT,
     ),
 )
+_DECAY = option("--decay", "Loss weight of step i is decay^i.", default=0.8)
+_AUX_LAYERS = option(
+    "--aux-layers",
+    "States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3.",
+    Numbers(0),
+)
+_INTERMEDIATE_SIZE = option("--intermediate-size", "Of the head's MLP. Default: the target's.", COUNT)
 _RUN = (
-    option("--decay", "Loss weight of step i is decay^i.", default=0.8),
     option("--held-out", "Questions that only measure.", COUNT, 256),
     option("--max-new-tokens", "Longest answer.", click.IntRange(2), 512),
     option("--max-length", "Longest training sequence.", click.IntRange(3), 1024),
@@ -74,6 +81,8 @@ _RUN = (
         },
     ),
 )
+_STEPS_OF_WARMUP = 25
+"""Steps for each of the warm-up of block-parallel heads: 4 %, as DeepSpec has it."""
 _INTERRUPTED = 130
 """Exit status of a command that was ended by Ctrl-C, as shells count it: 128 + SIGINT."""
 
@@ -97,17 +106,12 @@ def train() -> None:
 @option("--model", _MODEL_HELP, model_name, "gsm-llama")
 @added(_DATA)
 @option("--draft-vocab-size", "Default: the target's whole vocabulary.", COUNT)
-@option("--intermediate-size", "Of the head's MLP. Default: the target's.", COUNT)
-@option(
-    "--aux-layers",
-    "States that the head reads, e.g. 2,4,5: 2 is the state after 2 layers. Default: 2, N//2, N-3.",
-    Numbers(0),
-)
+@added((_INTERMEDIATE_SIZE, _AUX_LAYERS))
 @option("--steps", default=1500)
 @option("--batch-size", default=48)
 @option("--ttt-steps", "Steps of the training-time test.", default=5)
 @option("--learning-rate", default=1e-3)
-@added(_RUN)
+@added((_DECAY, *_RUN))
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
     _run(options, "eagle3", only(options, ("draft_vocab_size", "intermediate_size", "aux_layers")))
@@ -122,7 +126,7 @@ def eagle3(**options: Any) -> None:
 @option("--ttt-steps", "Drafts in a row that the module is trained for.", default=4)
 @option("--learning-rate", default=2e-4)
 @load_options(["mtp_concat", "mtp_feedback"])
-@added(_RUN)
+@added((_DECAY, *_RUN))
 def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **options: Any) -> None:
     """Go on training a multi-token-prediction module for several drafts in a row; the result is OUTPUT/head.
 
@@ -135,6 +139,39 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     if module is None and revision is not None:
         source = str(locate(source, revision))
     _run(options, "mtp", {"module": resolve(source), "mtp_concat": mtp_concat, "mtp_feedback": mtp_feedback})
+
+
+@train.command(epilog=examples("specdec train block --data questions.jsonl --output run --kind dflash"))
+@option("--model", _MODEL_HELP, model_name, "gsm-llama")
+@added(_DATA)
+@option(
+    "--kind",
+    "dspark: each draft also depends on the one before it, by a Markov head. dflash: it does not.",
+    click.Choice(["dspark", "dflash"]),
+    "dspark",
+)
+@option(
+    "--slots",
+    "anchor-first: a slot predicts the token after it. fill-in: its own; a block has one slot more. "
+    "Default: anchor-first for dspark, fill-in for dflash.",
+    click.Choice(["anchor-first", "fill-in"]),
+)
+@option("-k --num-speculative-tokens ttt_steps", "Drafts of a block.", COUNT, 7)
+@option("--num-layers", None, COUNT, 2)
+@added((_INTERMEDIATE_SIZE, _AUX_LAYERS))
+@option("--mask-token-id", "Token of slots that wait for a draft. Default: the vocabulary's last.", click.IntRange(0))
+@option("--markov-rank", "Of dspark. Default: a fourth of the target's width, at most 256.", COUNT)
+@option("--num-anchors", "Blocks of a sequence in a step.", COUNT, 32)
+@option("--gamma", "Loss weight of draft j+1 is exp(-j/gamma).", click.FloatRange(0, min_open=True), 4.0)
+@option("--steps", default=1500)
+@option("--batch-size", default=48)
+@option("--learning-rate", default=6e-4)
+@added(_RUN)
+def block(gamma: float, **options: Any) -> None:
+    """Train a block-parallel head; the result is OUTPUT/head, in DeepSpec's layout (dspark) or z-lab's (dflash)."""
+    options |= {"decay": exp(-1 / gamma), "warmup_steps": options["steps"] // _STEPS_OF_WARMUP}
+    shape = ("kind", "slots", "num_layers", "intermediate_size", "aux_layers", "mask_token_id", "markov_rank")
+    _run(options, "block", only(options, (*shape, "num_anchors")))
 
 
 def _run(options: Options, family: str, chosen: Options) -> None:

@@ -220,6 +220,7 @@ def asking(rng: random.Random) -> tuple[str, Callable[[], object]]:
 SAFE = {
     "generate": ["hi", "--max-new-tokens", "2"],
     "inspect": [],
+    "train block": ["--data", "./nothing.jsonl", "--output", "made"],
     "train eagle3": ["--data", "./nothing.jsonl", "--output", "made"],
     "train mtp": ["--data", "./nothing.jsonl", "--output", "made"],
     "eval acceptance": ["--data", "./nothing.jsonl"],
