@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from attention.errors import InvalidInputError
 from drafters.base import Head, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
 from drafters.checkpoints.tensor_files import CheckpointPath
@@ -105,6 +106,8 @@ def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Map
     dspark = options["kind"] == "dspark"
     slots: Any = options.get("slots") or ("anchor-first" if dspark else "fill-in")
     rank = options.get("markov_rank")
+    if rank and not dspark:
+        raise InvalidInputError(f"markov_rank={rank}: a dflash head has no Markov head; leave it out, or take dspark")
     if rank is None:
         rank = min(-(-shared.hidden_size // 4), _MOST_RANK) if dspark else 0
     mask = options.get("mask_token_id")

@@ -294,7 +294,7 @@ def test_a_saved_head_is_the_trained_one(
 @pytest.mark.parametrize(
     ("kind", "shape", "message"),
     [
-        ("dflash", {"markov_rank": 4}, "a Markov head None of rank 4"),
+        ("dflash", {"markov_rank": 4}, "markov_rank=4: a dflash head has no Markov head"),
         ("dspark", {"mask_token_id": VOCAB}, f"mask_token_id={VOCAB}: allowed are the embedding's rows"),
         ("dspark", {"aux_layers": (1, 9)}, "aux layers 0 … 3 can be read"),
         ("dspark", {"num_layers": 0}, "num_layers of a block-parallel head must be"),
