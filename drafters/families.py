@@ -131,7 +131,7 @@ FAMILIES: Mapping[str, Family] = {
         takes_models=True,
         among_ranks=False,
     ),
-    "block": Family("a block-parallel head", (), frozenset({Layout.DFLASH, Layout.DSPARK}), _block),
+    "block": Family("a block-parallel head", (), frozenset({Layout.DFLASH, Layout.DFLASH2, Layout.DSPARK}), _block),
     "eagle3": Family(
         "an EAGLE head", ("head_overrides",), frozenset(Layout) - _MTP_LAYOUTS, _eagle, names_targets=True
     ),

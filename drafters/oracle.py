@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.backends.reference import attend as dense_attend
 from drafters.base import BlockHead, ChainHead, Head
 from drafters.loops.base import Attend
-from drafters.loops.block.markov import drafts_along
+from drafters.loops.block.chains import drafts_along
 
 ChooseDraft = Callable[[int, Tensor], Tensor]
 """(position of the token to be drafted, logits [1, Vd]) -> its id in the draft vocabulary [1] int64."""

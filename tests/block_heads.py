@@ -1,4 +1,4 @@
-"""Tiny block-parallel heads, in memory and on disk in both exporters' formats."""
+"""Tiny block-parallel heads, in memory and on disk in their exporters' formats."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ DSPARK = {
     "markov_rank": VOCAB,
 }
 """Spec fields as the two exporters have them."""
+DFLASH2 = {**DFLASH, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 16}
 
 
 def block_head(model: Any, fields: dict[str, Any], seed: int = 1, **changes: Any) -> BlockParallelHead:
@@ -54,7 +55,20 @@ def block_head(model: Any, fields: dict[str, Any], seed: int = 1, **changes: Any
             getattr(head, own).weight.mul_(0.1).add_(theirs.detach())
     if spec.markov and spec.markov_rank == spec.vocab_size:
         _guess_right(head, bigram_logits(model)[:, ids])
+    if spec.selector_rank == spec.vocab_size:
+        _select_right(head, bigram_logits(model))
     return head
+
+
+def _select_right(head: BlockParallelHead, table: torch.Tensor) -> None:
+    """The same by a selector, which reads a part of the outputs that is always positive."""
+    head.embed_tokens.weight[:, 0] = 30
+    for layer in head._layers:
+        layer.self_attn.o_proj.weight[0], layer.mlp.down_proj.weight[0] = 0, 0
+    selector = head.candidate_selector
+    selector.hidden_projection.weight.mul_(0.05)[:, 0] = 0.2
+    selector.predecessor_codebook.weight.copy_(torch.eye(head.spec.vocab_size))
+    selector.successor_codebook.weight.copy_(2 * table.T)
 
 
 def _guess_right(head: BlockParallelHead, table: torch.Tensor) -> None:
@@ -63,16 +77,28 @@ def _guess_right(head: BlockParallelHead, table: torch.Tensor) -> None:
     head.markov_head.markov_w2.weight.copy_(2 * table.T)
 
 
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of DFlash2."""
+
+
+def _class_of(spec: BlockSpec) -> str:
+    if spec.selector_rank:
+        return "DFlash2DraftModel"
+    return "Qwen3DSparkModel" if spec.own_embed else "DFlashDraftModel"
+
+
 def config_of(head: BlockParallelHead, num_target_layers: int = 4) -> dict[str, Any]:
     """config.json of a head, by its spec, as the exporter of such a head writes it."""
-    spec, dspark = head.spec, head.spec.own_embed
+    spec, dspark = head.spec, _class_of(head.spec) == "Qwen3DSparkModel"
     kinds = ("sliding_attention" if i in spec.windowed_layers else "full_attention" for i in range(spec.num_layers))
     own = {
         "target_layer_ids": [num_target_layers - 1 if b == FINAL_NORM else b - 1 for b in spec.aux_layers],
         "mask_token_id": spec.mask_token_id,
     }
+    if spec.selector_rank:
+        own |= {key: getattr(spec, key) for key in SECOND}
     config = {
-        "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+        "architectures": [_class_of(spec)],
         "model_type": "qwen3",
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
@@ -123,6 +149,7 @@ def write_head(head: BlockParallelHead, folder: Path, **changes: Any) -> Path:
     config = {key: value for key, value in (config_of(head) | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in head.state_dict().items()}
+    tensors = {name.replace("codebook.weight", "codebook"): tensor for name, tensor in tensors.items()}  # as published
     if head.spec.draft_vocab_size < head.spec.vocab_size:
         d2t = offsets_of(head.target_ids)
         tensors |= {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}

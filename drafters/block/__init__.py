@@ -1,1 +1,1 @@
-"""Block-parallel draft heads (DFlash, DSpark): spec, modules, formats, strict load; `family.py`."""
+"""Block-parallel draft heads (DFlash, DFlash2, DSpark): spec, modules, formats, strict load; `family.py`."""

@@ -17,7 +17,16 @@ from drafters.checkpoints.config_fields import HeadReport, lookup, read, rope_to
 from drafters.checkpoints.layer_fields import EMBEDDING, LM_HEAD
 from drafters.checkpoints.layouts import strip_prefixes
 from drafters.checkpoints.opened_head import OpenedHead
-from drafters.checkpoints.tensor_files import CheckpointPath, Json, locate, naming, open_folder, read_json, write_folder
+from drafters.checkpoints.tensor_files import (
+    CheckpointPath,
+    Json,
+    Names,
+    locate,
+    naming,
+    open_folder,
+    read_json,
+    write_folder,
+)
 from drafters.eagle3.layout import layer_sizes
 
 
@@ -101,11 +110,17 @@ def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec]:
     with naming(folder_path):
         written = format_of(read_json(folder_path / "config.json"))  # first: others keep weights in other files
         folder = open_folder(folder_path)
-        names = strip_prefixes(folder.tensors)
+        names = _of_modules(strip_prefixes(folder.tensors))
         spec, fields = resolve_block(folder.config, folder.shapes(names), target)
         opened = OpenedHead(folder, f"{written.name} layout", names, spec, fields)
         opened.check(partial(_new_head, spec, target))
     return opened
+
+
+def _of_modules(names: Names) -> Names:
+    """Names with those of codebooks as of embeddings; published files leave out their `.weight`."""
+    bare = {name for name in names if name.endswith("_codebook") and f"{name}.weight" not in names}
+    return {f"{name}.weight" if name in bare else name: full for name, full in names.items()}
 
 
 def _new_head(spec: BlockSpec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> BlockParallelHead:

@@ -43,6 +43,7 @@ _READ = {
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
 _OF_TRAINING = {"num_anchors", "max_anchors"}
+_REFINED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,21 @@ class BlockFormat:
     Attributes:
         name: used in reports. slots: see `BlockSpec`.
         causal_windows: layers with a window are causal.
+        sizes: keys that its heads alone have, fields of `BlockSpec`: of convolutions and a selector.
     """
 
     name: str
     slots: str
     causal_windows: bool
+    sizes: tuple[str, ...] = ()
 
 
 FORMATS: Mapping[str, BlockFormat] = {
     "DFlashDraftModel": BlockFormat("DFlash, z-lab/SpecForge", "fill-in", causal_windows=True),
+    "DFlash2DraftModel": BlockFormat("DFlash2, z-lab", "fill-in", causal_windows=True, sizes=_REFINED),
     "Qwen3DSparkModel": BlockFormat("DSpark, DeepSpec", "anchor-first", causal_windows=False),
 }
-"""By the class in config.json, which alone tells how a plain head without flags is read."""
+"""By the class in config.json, which alone tells how a plain head without flags is read, and DFlash2 from DFlash."""
 
 
 def format_of(config: Config) -> BlockFormat:
@@ -76,7 +80,7 @@ def format_of(config: Config) -> BlockFormat:
     found = [FORMATS[kind] for kind in kinds if kind in FORMATS] if isinstance(kinds, list) else []
     if len(found) != 1:
         raise HeadLoadError(
-            f"config.json says architectures = {kinds!r}: of block-parallel heads {' and '.join(FORMATS)} are supported"
+            f"config.json says architectures = {kinds!r}: of block-parallel heads {', '.join(FORMATS)} are supported"
         )
     if config.get("model_type") not in ("qwen3", None):
         raise HeadLoadError(
@@ -131,17 +135,18 @@ def resolve_block(config: Config, shapes: Shapes, target: TargetFacts) -> tuple[
         read(config, "mask_token_id", int),
         _slots(config, written),
         *_markov(config, shapes),
+        *(read(config, key, int) for key in written.sizes),
         _confidence(config, shapes),
         read(config, "embedding_scale", float, "input_embedding_scale", default=1.0),
         read(config, "logit_scale", float, "output_multiplier", default=1.0),
         _softcap(config),
     )
-    return BlockSpec(**{field.name: field.value for field in fields}), (*fields, *_unread(config))
+    return BlockSpec(**{field.name: field.value for field in fields}), (*fields, *_unread(config, written))
 
 
-def _unread(config: Config) -> ResolvedFields:
+def _unread(config: Config, written: BlockFormat) -> ResolvedFields:
     """The keys that decide nothing. Raises HeadLoadError: there are others."""
-    fields = unread_fields(config, _READ | _OF_TRAINING, layers_are_chosen=True)
+    fields = unread_fields(config, {*_READ, *_OF_TRAINING, *written.sizes}, layers_are_chosen=True)
     for field in fields:
         if field.name == UNKNOWN:
             raise HeadLoadError(
@@ -218,8 +223,8 @@ def _slots(config: Config, written: BlockFormat) -> ResolvedField:
         return ResolvedField("slots", "anchor-first" if flag.value else "fill-in", flag.source)
     if written.slots == "fill-in" and lookup(config, "markov_rank"):
         raise HeadLoadError(
-            "config.json says architectures = ['DFlashDraftModel'] with a Markov head: whether slot 0 predicts a token "
-            "is not known of such a head; set sample_from_anchor there, true (as DSpark) or false (as DFlash)"
+            f"config.json says architectures = {config['architectures']} with a Markov head: whether slot 0 predicts a "
+            "token is not known of such a head; set sample_from_anchor there, true (as DSpark) or false (as DFlash)"
         )
     return ResolvedField("slots", written.slots, f"architectures: {written.name}")
 

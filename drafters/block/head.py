@@ -1,24 +1,73 @@
-"""BlockParallelHead: a draft head that fills a whole block in one pass (DFlash, DSpark), with the checkpoint's names.
+"""BlockParallelHead: a draft head that fills a whole block in one pass, with the checkpoint's names.
 
     f_p = hidden_norm(fc(aux states at p))        a layer keeps k_norm(k_proj f_p), v_proj f_p of the context, k at p
     x = layers(embeddings of bonus token, masks)  the block's rows pass input_layernorm before the same projections
-    logits = lm_head(norm(x))                     then the Markov head's bias from the draft before
+    logits = lm_head(norm(x))                     then a bias from the draft before: Markov head (DSpark), selector
 
-No state of the target enters the residual stream.
+No state of the target enters the residual stream. Layers of DFlash2 have convolutions over the block's slots.
 
 Source: z-lab/dflash, dflash/model.py; deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3/modeling.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drafters.block.spec import BlockSpec
-from drafters.eagle3.head import PlainLayer, SharingHead, norm_of
+from drafters.eagle3.head import CosSin, PlainLayer, SharingHead, norm_of
 from drafters.loops.base import Attend, BlockChain, LoopSize
+from drafters.loops.block.chains import MARKOVS, Independent, Markov, Selector
 from drafters.loops.block.loop import BlockLoop
-from drafters.loops.block.markov import MARKOVS, Independent, Markov
+
+
+class BlockConvolution(nn.Module):
+    """Convolutions over a block's slots before and after a sublayer; zeros lie before the block's first slot.
+
+    y_t = sum over j of (base_j + correction_tj)·x_(t-j): the base is one number a channel, the correction one a group
+    of channels, by the sublayer's input at t.
+
+    Source: z-lab/dflash, dflash/model.py (GroupedDynamicCausalConv).
+    """
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        taps, groups = spec.conv_kernel_size, spec.hidden_size // spec.conv_group_size
+        self._shape = (-1, spec.block_size, 2, taps, groups, 1)
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, spec.hidden_size))
+        self.kernel_projection = nn.Linear(spec.hidden_size, 2 * taps * groups, bias=False)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [T, H] of whole blocks -> [T, H]."""
+        before, after = self.kernel_projection(x).view(self._shape).unbind(2)
+        return self._over_slots(sublayer(self._over_slots(x, 0, before)), 1, after)
+
+    def _over_slots(self, x: Tensor, side: int, corrections: Tensor) -> Tensor:
+        """x [T, H]; side: 0 before, 1 after the sublayer; corrections: [R, Q, taps, groups, 1]."""
+        taps = self.base_kernel[side].unflatten(1, (corrections.shape[3], -1))  # [taps, groups, channels]
+        blocks = x.view(*corrections.shape[:2], *taps.shape[1:])  # [R, Q, groups, channels]
+        out = torch.zeros_like(blocks)
+        for back, base in enumerate(taps):
+            earlier = F.pad(blocks, (0, 0, 0, 0, back, -back))
+            out = out + base * earlier + corrections[:, :, back] * earlier
+        return out.view(x.shape)
+
+
+class ConvolvedLayer(PlainLayer):
+    """A layer with convolutions around its attention and its MLP."""
+
+    def __init__(self, spec: BlockSpec, index: int) -> None:
+        super().__init__(spec, index)
+        self.attention_conv, self.mlp_conv = BlockConvolution(spec), BlockConvolution(spec)
+
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
+        """x [T, H] of whole blocks, rows None -> [T, H]."""
+        y = self.input_layernorm(x)
+        x = x + self.attention_conv(y, lambda y: self.self_attn(y, cos_sin, attend, rows))
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
 class BlockParallelHead(SharingHead):
@@ -49,10 +98,15 @@ class BlockParallelHead(SharingHead):
         self.build_embedding()
         self.fc = nn.Linear(spec.aux_size, spec.hidden_size, bias=False)
         self.hidden_norm, self.norm = norm_of(spec), norm_of(spec)
-        self.layers = nn.ModuleList(PlainLayer(spec, index) for index in range(spec.num_layers))
+        layer = ConvolvedLayer if spec.conv_kernel_size else PlainLayer
+        self.layers = nn.ModuleList(layer(spec, index) for index in range(spec.num_layers))
         if spec.markov:
             sizes = spec.vocab_size, spec.draft_vocab_size, spec.hidden_size, spec.markov_rank
             self.markov_head: Markov = MARKOVS[spec.markov](*sizes)
+        if spec.selector_rank:
+            self.candidate_selector = Selector(
+                spec.vocab_size, spec.hidden_size, spec.selector_rank, spec.selector_top_k
+            )
         if spec.confidence:
             width = spec.hidden_size + (spec.markov_rank if spec.confidence == "outputs and tokens" else 0)
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
@@ -61,6 +115,8 @@ class BlockParallelHead(SharingHead):
     @property
     def chain(self) -> BlockChain:
         """How drafts depend on the drafts before them."""
+        if self.spec.selector_rank:
+            return self.candidate_selector
         return self.markov_head if self.spec.markov else Independent()
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
 from drafters.base import Layers
 from drafters.layer_spec import LayerSpec
-from drafters.loops.block.markov import MARKOVS
+from drafters.loops.block.chains import MARKOVS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,9 @@ class BlockSpec(LayerSpec):
             predicts the token after it.
         causal_layers: layers whose slots see no slot after their own; in all others a block sees all of itself.
         markov: the variant of the Markov head, None without one; markov_rank: r.
+        conv_kernel_size: slots that the convolutions around every sublayer read, the slot's own included; 0 without
+            convolutions. conv_group_size: channels that share a correction.
+        selector_rank: r of the selector, 0 without one; selector_top_k: ids of a slot that it selects from.
         confidence: input of the confidence head, which is read and not used; None without one.
         embedding_scale, logit_scale, logit_softcap: factors on embeddings and logits; logits become c·tanh(logits/c).
     """
@@ -32,6 +35,10 @@ class BlockSpec(LayerSpec):
     causal_layers: Layers = ()
     markov: str | None = None
     markov_rank: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     confidence: Literal["outputs", "outputs and tokens"] | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -53,6 +60,21 @@ class BlockSpec(LayerSpec):
             raise InvalidInputError(
                 f"a Markov head {self.markov!r} of rank {self.markov_rank}: allowed are {', '.join(MARKOVS)} with a "
                 "rank of 1 or more, and none of rank 0"
+            )
+        self._check_refinements()
+
+    def _check_refinements(self) -> None:
+        slots, group, rank, top_k = self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k
+        if (slots or group) and not (1 <= slots <= self.block_size and group >= 1 and self.hidden_size % group == 0):
+            raise InvalidInputError(
+                f"convolutions over {slots} slots with groups of {group} channels: allowed are conv_kernel_size 1 … "
+                f"{self.block_size} and a conv_group_size that divides the hidden size {self.hidden_size}"
+            )
+        alone = not self.markov and self.draft_vocab_size == self.vocab_size
+        if (rank or top_k) and not (1 <= rank <= self.vocab_size and 1 <= top_k <= self.vocab_size and alone):
+            raise InvalidInputError(
+                f"a selector of rank {rank} from {top_k} ids of a slot: allowed are 1 … {self.vocab_size} for both, "
+                "in a head without a Markov head and without a reduced draft vocabulary"
             )
 
     @property

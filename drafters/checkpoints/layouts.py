@@ -172,7 +172,7 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     )
 
 
-_UNSERVED = {layout for layout, _, _ in _NAMED} - {Layout.DFLASH, Layout.DSPARK} | {
+_UNSERVED = {layout for layout, _, _ in _NAMED} - {Layout.DFLASH, Layout.DFLASH2, Layout.DSPARK} | {
     *(Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS, Layout.MTP_OTHER),
 }
 _SERVED = (

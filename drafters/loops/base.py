@@ -45,7 +45,7 @@ class Attend(Protocol):
 
 
 class BlockChain(Protocol):
-    """How the draft of a block's slot depends on the drafts before it; `drafters.loops.block.markov` has them all."""
+    """How the draft of a block's slot depends on the drafts before it; `drafters.loops.block.chains` has them all."""
 
     def step(
         self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None

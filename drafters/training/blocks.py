@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.backends.reference import attend as dense_attend
 from drafters.base import BlockHead
 from drafters.loops.base import Attend
-from drafters.loops.block.markov import go_along
+from drafters.loops.block.chains import go_along
 from drafters.training.objective import Batch, BatchLoss
 
 

@@ -33,6 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 16, "slots": "fill-in"},
     "dspark": {"block_size": 7, "slots": "anchor-first", "markov": "vanilla", "markov_rank": 32},
     "rnn": {"block_size": 7, "slots": "anchor-first", "markov": "rnn", "markov_rank": 32},
+    "dflash2": {
+        "block_size": 8,
+        "slots": "fill-in",
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 32,
+        "selector_top_k": 16,
+    },
     "windows": {
         "block_size": 8,
         "slots": "fill-in",
@@ -50,6 +58,9 @@ def model(kind: str, graphs: bool, backend: str = "flashinfer", **options: Any) 
     head = BlockParallelHead(BlockSpec(**SPEC, **KINDS[kind]), target.get_input_embeddings().weight)
     head.eval().requires_grad_(False)
     head.lm_head.weight.copy_(target.lm_head.weight)  # clear winners
+    for name, parameter in head.named_parameters():
+        if name.endswith("base_kernel"):
+            parameter[:, 0] = 1
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
     return SpeculativeModel.from_pretrained(
         target,
@@ -73,13 +84,14 @@ def test_graphs_give_the_eager_tokens_and_drafts(kind: str) -> None:
         assert agreement(drafted(found), drafted(eager)) >= 0.95
 
 
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
 @pytest.mark.parametrize("sampling", ["rejection", "keyed"])
-def test_sampled_rows_from_graphs(sampling: str) -> None:
+def test_sampled_rows_from_graphs(sampling: str, kind: str) -> None:
     """The drafts of the eager rounds, with the same noise; greedy rows beside them."""
     params = [
         SamplingParams(max_new_tokens=32, temperature=t, seed=i, return_drafts=True)
         for i, t in enumerate((0.0, 0.7, 1.0, 0.0, 1.3))
     ]
-    found = [model("dspark", graphs, sampling=sampling).generate(PROMPTS, params) for graphs in (False, True)]
+    found = [model(kind, graphs, sampling=sampling).generate(PROMPTS, params) for graphs in (False, True)]
     assert agreement([c.token_ids for c in found[1]], [c.token_ids for c in found[0]]) >= 0.9
     assert agreement(drafted(found[1]), drafted(found[0])) >= 0.9

@@ -28,8 +28,8 @@ from drafters.loops.base import (
     LoopSize,
     WritesCache,
 )
+from drafters.loops.block.chains import go_along
 from drafters.loops.block.inputs import block_tokens
-from drafters.loops.block.markov import go_along
 from drafters.loops.head_passes import target_ids_of
 from drafters.loops.steps import StepBuffers
 

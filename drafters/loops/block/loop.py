@@ -20,8 +20,8 @@ from attention.runner import GroupRunner
 from attention.staging import Arrays, Section, Staged
 from drafters.base import BlockHead
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
+from drafters.loops.block.chains import drafts_along
 from drafters.loops.block.inputs import BlockRows, HostBlock, block_arrays
-from drafters.loops.block.markov import drafts_along
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from drafters.base import FINAL_NORM
 from drafters.families import FAMILIES, family_of
 from specdec.errors import HeadLoadError, HeadMismatchError
-from tests.block_heads import DFLASH, DSPARK, block_head, config_of, write_head
+from tests.block_heads import DFLASH, DFLASH2, DSPARK, SECOND, block_head, config_of, write_head
 
 BOTH = {"dflash": DFLASH, "dspark": DSPARK}
+KINDS = BOTH | {"dflash2": DFLASH2}
 
 
 def loaded(folder: Path) -> Any:
@@ -47,6 +48,22 @@ def test_a_head_comes_back_as_it_was_written(kind: str, changes: dict[str, Any],
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     assert torch.equal(again.target_ids, head.target_ids)
+
+
+@pytest.mark.parametrize("changes", [{}, {"conv_kernel_size": 3, "conv_group_size": 1, "selector_top_k": 64}])
+def test_convolutions_and_a_selector_come_back(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Codebooks may be named as parameters or as embeddings, the keys stand at the top or in the object."""
+    head = block_head(tiny_llama(), DFLASH2, windowed_layers=(1,), window=7, causal_layers=(1,), **changes)
+    folder = write_head(head, tmp_path / "a")
+    nested = config_of(head)["dflash_config"]
+    other = write_head(head, tmp_path / "b", **nested, dflash_config=None, use_cache=True)
+    assert sum(name.endswith("codebook") for name in load_file(folder / "model.safetensors")) == 2
+    damaged(other, lambda t: t.update({f"{name}.weight": t.pop(name) for name in [*t] if name.endswith("codebook")}))
+    for path in (folder, other):
+        again = loaded(path)
+        assert again.spec == head.spec
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+        assert "DFlash2, z-lab layout" in str(again.checkpoint_report)
 
 
 def test_keys_may_stand_in_an_object_or_at_the_top(tmp_path: Path) -> None:
@@ -86,8 +103,53 @@ def test_causality_is_read_for_each_layer(changes: dict[str, Any], causal: tuple
     assert [spec.window for spec in specs] == [None, 4]
 
 
+OTHER_GROUP = {
+    "mask_token_id": 5,
+    "target_layer_ids": [0, 1, 2],
+    **{key: DFLASH2[key] for key in SECOND},
+    "conv_group_size": 8,
+}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "DFlash2": ("dflash", {"architectures": ["DFlash2DraftModel"]}, "layout is DFlash2"),
+    "DFlash2 without its sizes": ("dflash", {"architectures": ["DFlash2DraftModel"]}, "no conv_kernel_size"),
+    "DFlash2 without its tensors": (
+        "dflash",
+        {"architectures": ["DFlash2DraftModel"], **{key: DFLASH2[key] for key in SECOND}},
+        "missing: candidate_selector.hidden_projection.weight.*layers.1.mlp_conv.kernel_projection.weight",
+    ),
+    "sizes of DFlash2": (
+        "dflash2",
+        {"architectures": ["DFlashDraftModel"]},
+        "not understood.*conv_group_size = 16",
+    ),
+    "tensors of DFlash2": (
+        "dflash2",
+        {
+            "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 1, 2]},
+        },
+        r"unknown: candidate_selector.hidden_projection.weight.*layers.1.mlp_conv.base_kernel \[2, 2, 32\]",
+    ),
+    "another DFlash2": ("dflash2", {"architectures": ["Qwen3DFlash2DraftModel"]}, "of block-parallel heads DFlash"),
+    "a selector and a Markov head": (
+        "dflash2",
+        {"markov_rank": 4, "sample_from_anchor": False},
+        "checkpoint has no",
+    ),
+    "another group": (
+        "dflash2",
+        {"dflash_config": None, **OTHER_GROUP},
+        "shape of layers.0.attention_conv",
+    ),
+    "a group of no size": (
+        "dflash2",
+        {"dflash_config": None, **OTHER_GROUP, "conv_group_size": 5},
+        "divides",
+    ),
+    "another selector": (
+        "dflash2",
+        {"dflash_config": None, **OTHER_GROUP, "selector_rank": 7},
+        "shape of candidate",
+    ),
     "Laguna": ("dflash", {"architectures": ["LagunaDFlashModel"]}, "layout is Laguna's DFlash"),
     "LiLiCorr": ("dflash", {"architectures": ["LiLiCorrDraftModel"]}, "layout is LiLiCorr"),
     "FlashMap": ("dflash", {"architectures": ["FlashMapDraftModel"]}, "layout is FlashMap"),
@@ -136,7 +198,7 @@ MISMATCHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_understood_is_refused_by_name(name: str, tmp_path: Path) -> None:
     kind, changes, message = REFUSED[name]
-    folder = write_head(block_head(tiny_llama(), BOTH[kind]), tmp_path, **changes)
+    folder = write_head(block_head(tiny_llama(), KINDS[kind]), tmp_path, **changes)
     with pytest.raises(HeadLoadError, match=message):
         loaded(folder)
 
@@ -171,6 +233,15 @@ def test_damaged_tensors_are_named(change: Any, message: str, tmp_path: Path) ->
     folder = write_head(block_head(tiny_llama(), DSPARK), tmp_path)
     with pytest.raises(HeadLoadError, match=message):
         loaded(damaged(folder, change))
+
+
+@pytest.mark.parametrize("name", ["predecessor", "successor"])
+def test_a_codebook_under_two_names_is_refused(name: str, tmp_path: Path) -> None:
+    folder = write_head(block_head(tiny_llama(), DFLASH2), tmp_path)
+    own = f"candidate_selector.{name}_codebook"
+    damaged(folder, lambda t: t.update({f"{own}.weight": t[own] + 1}))
+    with pytest.raises(HeadLoadError, match=rf"unknown: {own} \[64, 6\]"):
+        loaded(folder)
 
 
 def test_names_may_have_a_wrapper_in_front(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fakes import tiny_llama
 from drafters.base import BlockHead, ChainHead
 from drafters.oracle import oracle_drafts
 from specdec.errors import HeadMismatchError, InvalidInputError
-from tests.block_heads import DFLASH, DSPARK, block_head
+from tests.block_heads import DFLASH, DFLASH2, DSPARK, block_head
 
 Rows = torch.Tensor
 
@@ -41,7 +41,9 @@ def by_hand(head: Any, aux: Rows, bonus: int) -> Rows:
     at = torch.arange(length + size, dtype=torch.float64)
     for index in range(spec.num_layers):
         own = {name.removeprefix(f"layers.{index}."): t for name, t in w.items() if name.startswith(f"layers.{index}.")}
-        y = normed(x, own["input_layernorm.weight"], eps)
+        y = normed_y = normed(x, own["input_layernorm.weight"], eps)
+        if spec.conv_kernel_size:
+            y = convolved(y, normed_y, own, "attention_conv", 0, spec)
         both = torch.cat([f, y])  # the states of the target are not normed here
         keys = normed((both @ own["self_attn.k_proj.weight"].T).view(-1, kv, dim), own["self_attn.k_norm.weight"], eps)
         keys, values = rotated(keys, at, spec.rope.theta), (both @ own["self_attn.v_proj.weight"].T).view(-1, kv, dim)
@@ -52,11 +54,42 @@ def by_hand(head: Any, aux: Rows, bonus: int) -> Rows:
             for h in range(q):
                 scores = torch.stack([queries[i, h] @ keys[j, h * kv // q] / math.sqrt(dim) for j in seen])
                 out[i, h] = sum(p * values[j, h * kv // q] for p, j in zip(scores.softmax(0), seen, strict=True))
-        x = x + out.flatten(1) @ own["self_attn.o_proj.weight"].T
-        y = normed(x, own["post_attention_layernorm.weight"], eps)
+        attended = out.flatten(1) @ own["self_attn.o_proj.weight"].T
+        if spec.conv_kernel_size:
+            attended = convolved(attended, normed_y, own, "attention_conv", 1, spec)
+        x = x + attended
+        y = normed_y = normed(x, own["post_attention_layernorm.weight"], eps)
+        if spec.conv_kernel_size:
+            y = convolved(y, normed_y, own, "mlp_conv", 0, spec)
         gate = y @ own["mlp.gate_proj.weight"].T
-        x = x + (gate * gate.sigmoid() * (y @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+        y = (gate * gate.sigmoid() * (y @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+        x = x + (convolved(y, normed_y, own, "mlp_conv", 1, spec) if spec.conv_kernel_size else y)
     return normed(x, w["norm.weight"], eps)
+
+
+def convolved(x: Rows, by: Rows, own: dict[str, Rows], name: str, side: int, spec: Any) -> Rows:
+    """x [Q, H], slot by slot and channel by channel; by: [Q, H] what the corrections come from."""
+    base, weight, out = own[f"{name}.base_kernel"][side], own[f"{name}.kernel_projection.weight"], torch.zeros_like(x)
+    for slot in range(len(x)):
+        corrections = (weight @ by[slot]).view(2, spec.conv_kernel_size, -1)[side]
+        for channel in range(x.shape[1]):
+            for back in range(min(spec.conv_kernel_size, slot + 1)):
+                kernel = base[back, channel] + corrections[back, channel // spec.conv_group_size]
+                out[slot, channel] += kernel * x[slot - back, channel]
+    return out
+
+
+def walked(head: Any, x: Rows, bonus: int) -> list[int]:
+    """The most probable draft of every slot x [n, H] after the one before it, by plain loops over the ids."""
+    found, previous, spec = [], bonus, head.spec
+    before, after, gate = (w.double() for w in head.candidate_selector.state_dict().values())
+    for hidden, logits in zip(x, (x @ head.target_lm_head.double().T).tolist(), strict=True):
+        ids = sorted(range(spec.vocab_size), key=lambda b: -logits[b])[: spec.selector_top_k]
+        read = (before[previous] * (gate @ hidden)).tolist()
+        edges = {b: logits[b] + sum(a * c for a, c in zip(read, after[b].tolist(), strict=True)) for b in ids}
+        previous = max(edges, key=edges.__getitem__)
+        found.append(previous)
+    return found
 
 
 def sees(spec: Any, layer: int, query: int, key: int) -> bool:
@@ -82,6 +115,20 @@ def test_drafts_are_those_of_plain_loops(changes: dict[str, Any]) -> None:
     assert oracle_drafts(head, ids, aux, len(right)) == right
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"conv_kernel_size": 4, "conv_group_size": 8, "selector_top_k": 3, "windowed_layers": (0,), "window": 3}],
+)
+def test_convolutions_and_selector_are_those_of_plain_loops(changes: dict[str, Any]) -> None:
+    head = block_head(tiny_llama(), DFLASH2, **changes)
+    aux = torch.randn(9, 96, generator=torch.Generator().manual_seed(5))
+    ids = torch.arange(10) * 3
+    x = by_hand(head, aux, int(ids[-1]))[1:]
+    right = walked(head, x, int(ids[-1]))
+    assert oracle_drafts(head, ids, aux, len(right)) == right
+    assert (x @ head.target_lm_head.double().T).argmax(-1).tolist() != right, "the selector changes drafts"
+
+
 def test_logits_are_scaled_then_capped() -> None:
     head = block_head(tiny_llama(), DFLASH, logit_scale=0.5, logit_softcap=3.0)
     x = torch.randn(4, 32)
@@ -105,6 +152,21 @@ def test_it_drafts_in_blocks_and_in_no_chain() -> None:
         ({"hidden_size": 16}, "needs its own embed_tokens"),
         ({"draft_vocab_size": 65}, "draft vocabulary 65 exceeds"),
         ({"num_heads": 0}, "num_heads of a block-parallel head must be"),
+        (
+            {"conv_kernel_size": 2},
+            "over 2 slots with groups of 0 channels: allowed are",
+        ),
+        ({"conv_kernel_size": 7, "conv_group_size": 16}, "over 7 slots .* 1 … 6"),
+        ({"conv_kernel_size": 2, "conv_group_size": 5}, "groups of 5 channels.* divides the hidden size 32"),
+        ({"conv_kernel_size": 2, "conv_group_size": -16}, "groups of -16 channels"),
+        ({"selector_rank": 4}, "a selector of rank 4 from 0 ids of a slot: allowed are 1 … 64"),
+        ({"selector_rank": 4, "selector_top_k": 65}, "from 65 ids"),
+        ({"selector_rank": -1, "selector_top_k": 4}, "a selector of rank -1"),
+        ({"selector_rank": 4, "selector_top_k": 4, "markov": "rnn", "markov_rank": 2}, "without a Markov head"),
+        (
+            {"selector_rank": 4, "selector_top_k": 4, "draft_vocab_size": 32, "own_lm_head": True},
+            "without a reduced draft vocabulary",
+        ),
     ],
 )
 def test_specs_that_contradict_themselves_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -57,6 +57,30 @@ DFLASH = {
     },
 }
 
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 5, "selector_top_k": 16}
+DFLASH2: dict[str, Any] = {
+    "plain": {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2], "block_size": 5, **SECOND}},
+    "windows": {
+        **DFLASH["windows"],
+        "dflash_config": {**DFLASH["windows"]["dflash_config"], **SECOND, "selector_top_k": 1},
+    },
+    "windows in both directions": {
+        **DFLASH["windows in both directions"],
+        "dflash_config": {**DFLASH["windows in both directions"]["dflash_config"], **SECOND, "selector_top_k": 64},
+    },
+    "longer convolutions": {
+        "num_hidden_layers": 1,
+        "block_size": 4,
+        "mask_token_id": 9,
+        "attention_bias": True,
+        **SECOND,
+        "conv_kernel_size": 4,
+        "conv_group_size": 1,
+        "selector_top_k": 3,
+    },
+    "scaled": {**DFLASH["scaled"], "dflash_config": {**DFLASH["scaled"]["dflash_config"], **SECOND}},
+}
+
 
 def rounds(completion: Any) -> list[tuple[int, list[int]]]:
     """(position of the bonus token, drafts) of every round with drafts."""
@@ -90,12 +114,15 @@ def compared(folder: str, theirs: Any) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("kind", DFLASH)
-def test_dflash(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [*(("DFlashDraftModel", k) for k in DFLASH), *(("DFlash2DraftModel", k) for k in DFLASH2)]
+)
+def test_dflash(name: str, kind: str, tmp_path: Path) -> None:
     dflash = pytest.importorskip("dflash.model", reason="dflash is not installed")
     torch.manual_seed(0)
-    model = dflash.DFlashDraftModel(Qwen3Config(**{"num_hidden_layers": 2, **SIZES, **DFLASH[kind]}))
-    target, scale = tiny_llama(), DFLASH[kind].get("dflash_config", {}).get("input_embedding_scale", 1.0)
+    own = (DFLASH2 if name == "DFlash2DraftModel" else DFLASH)[kind]
+    model = getattr(dflash, name)(Qwen3Config(**{"num_hidden_layers": 2, **SIZES, **own}))
+    target, scale = tiny_llama(), own.get("dflash_config", {}).get("input_embedding_scale", 1.0)
 
     def theirs(ids: torch.Tensor, states: list[torch.Tensor]) -> list[int]:
         length, block = ids.shape[1] - 1, model.block_size
@@ -106,6 +133,8 @@ def test_dflash(kind: str, tmp_path: Path) -> None:
             noise_embedding=target.get_input_embeddings()(noise) * scale,
             position_ids=torch.arange(length + block)[None],
         )
+        if name == "DFlash2DraftModel":
+            return model.propose(hidden[:, 1:], ids[:, -1], target.lm_head, 0.0)[0][0].tolist()
         return model.compute_logits(hidden[:, 1:], target.lm_head)[0].argmax(-1).tolist()
 
     pairs = compared(saved(model, tmp_path), theirs)

@@ -61,6 +61,17 @@ DEEPSPEC = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
+SELECTING = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+ZLAB2 = {
+    **QWEN3_8B,
+    "architectures": ["DFlash2DraftModel"],
+    "block_size": 8,
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 5,
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": IDS, **SELECTING},
+}
 MARKOV = ["markov_head.markov_w1.weight", "confidence_head.proj.weight"]
 OWN = ["embed_tokens.weight", "lm_head.weight"]
 
@@ -85,6 +96,15 @@ def test_z_labs_head_of_qwen3_8b() -> None:
     assert tensors(spec) == 58
 
 
+def test_z_labs_dflash2() -> None:
+    """81 tensors are in the published file, of these sizes (ggml-org/llama.cpp issue 27342)."""
+    spec = resolved(ZLAB2)
+    assert (spec.block_size, spec.first_slot, spec.window, spec.causal_layers) == (8, 1, 2048, ())
+    assert (spec.conv_kernel_size, spec.conv_group_size, spec.selector_rank, spec.selector_top_k) == (2, 16, 256, 16)
+    assert tensors(spec) == 58 + 5 * 4 + 3
+    assert resolved({**ZLAB2, "is_causal": None}).causal_layers == (0, 1, 2, 3, 4), "as the class has it"
+
+
 def test_deepspecs_heads_of_qwen3_8b() -> None:
     spec = resolved(DEEPSPEC, *MARKOV, *OWN)
     assert (spec.block_size, spec.first_slot, spec.markov, spec.markov_rank) == (7, 0, "vanilla", 256)
@@ -102,7 +122,7 @@ def test_layers_that_are_not_named_are_spread_evenly() -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "SpecForge's DSpark": (
         {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 256}},
-        r"architectures = \['DSparkDraftModel'\]: of block-parallel heads DFlashDraftModel and Qwen3DSparkModel",
+        r"\['DSparkDraftModel'\]: of block-parallel heads DFlashDraftModel, DFlash2DraftModel, Qwen3DSparkModel are",
     ),
     "Domino": (
         {"emb_dim": 256, "dflash_config": {**ZLAB["dflash_config"], "projector_type": "domino", "shift_label": True}},

@@ -203,7 +203,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "DFlash2": (
         "model.safetensors",
         {"architectures": ["DFlash2DraftModel"], "block_size": 16, "dflash_config": {"target_layer_ids": [1, 9]}},
-        "DFlash2.*not supported",
+        "EAGLE-3 heads.*layout is DFlash2",
     ),
     "DSpark": ("model.safetensors", {"architectures": ["DSparkDraftModel"]}, "EAGLE-3 heads.*layout is DSpark"),
     "P-EAGLE": ("model.safetensors", {"architectures": ["PEagleDraftModel"], "mask_token_id": 7}, "P-EAGLE.*not supp"),

@@ -20,11 +20,13 @@ from tests.specdec.execution.test_graphs import (
 )
 
 GREEDY = SamplingParams(max_new_tokens=24, return_drafts=True)
-OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in HEADS if name not in ("dflash", "dspark")]
+QUICK = ("dflash", "dspark", "dflash2")
+OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in HEADS if name not in QUICK]
+SAMPLED = [pytest.param(name, marks=pytest.mark.thorough) for name in ("dflash", "rnn", "dflash2")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dflash", "dspark", *OTHERS])
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_drafts_and_tokens_are_those_of_eager_rounds(name: str, graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     head = made(name)
     eager = wrap(tiny_llama(), copy.deepcopy(head), max_num_seqs=5, max_num_batched_tokens=48)
@@ -51,7 +53,7 @@ def test_fewer_drafts_than_the_block_has(num_drafts: int, graphs_on_cpu: list[Re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["rejection", pytest.param("keyed", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", ["dspark", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("dflash", "rnn"))])
+@pytest.mark.parametrize("name", ["dspark", *SAMPLED])
 @pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_sampled_rows_draft_beside_greedy_ones_as_eagerly(
     name: str,

@@ -14,12 +14,13 @@ from fakes import VOCAB, free_everywhere, hf_greedy, random_prompts, scheduler_o
 from attention.cache.pages import BlockTables
 from attention.runner import GroupRunner
 from drafters.base import FINAL_NORM, BlockHead, Head
+from drafters.block.head import BlockConvolution
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize, SharesPages
 from drafters.loops.block import loop as block_loop
 from drafters.loops.block.inputs import HostBlock
 from specdec.errors import InvalidInputError, InvariantError, UnsupportedAttentionError
 from specdec.requests.sampling import SamplingParams
-from tests.block_heads import DFLASH, DSPARK, block_head, write_head
+from tests.block_heads import DFLASH, DFLASH2, DSPARK, block_head, write_head
 from tests.drafters.test_conformance import oracle_rounds
 from tests.drafters.test_keyed_drafts import keyed_as
 from tests.sampled_rounds import drawn_as
@@ -35,6 +36,7 @@ WINDOWS = {"window": 3, "windowed_layers": (0,)}
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dflash": (DFLASH, {}),
     "dspark": (DSPARK, {}),
+    "dflash2": (DFLASH2, WINDOWS | {"own_embed": True, "selector_rank": VOCAB, "selector_top_k": 32}),
     "gated": (DSPARK, {"markov": "gated"}),
     "rnn": (DSPARK, {"markov": "rnn", "markov_rank": 6}),
     "window": (DSPARK, WINDOWS),
@@ -62,6 +64,7 @@ def random_head(seed: int) -> Any:
     some = [tuple(np.flatnonzero(draw.integers(0, 2, layers)).tolist()) for _ in range(2)]
     aux = sorted(draw.choice(5, int(draw.integers(1, 5)), replace=False).tolist())
     markov = draw.choice([None, "vanilla", "gated", "rnn"])
+    selector = vocab == VOCAB and markov is None
     changes = {
         "num_layers": layers,
         "draft_vocab_size": vocab,
@@ -78,6 +81,8 @@ def random_head(seed: int) -> Any:
         "embedding_scale": float(draw.choice([1.0, 0.5])),
         "logit_scale": float(draw.choice([1.0, 0.7])),
         "logit_softcap": None if draw.integers(2) else 20.0,
+        **({"conv_kernel_size": int(draw.integers(1, 5)), "conv_group_size": 8} if draw.integers(2) else {}),
+        **({"selector_rank": 5, "selector_top_k": int(draw.integers(1, VOCAB + 1))} if selector else {}),
     }
     return block_head(tiny_llama(), DFLASH, seed, **changes)
 
@@ -131,12 +136,13 @@ def test_tokens_are_the_targets_own_and_drafts_those_without_a_cache(
     assert free_everywhere(wrapped)
 
 
-def test_accepted_and_rejected_drafts_both_occur() -> None:
-    head = made("dspark")
+@pytest.mark.parametrize(("name", "most"), [("dspark", 3), ("dflash2", 1)])
+def test_accepted_and_rejected_drafts_both_occur(name: str, most: int) -> None:
+    head = made(name)
     completions = wrap(tiny_llama(), head).generate(PROMPTS[:2], GREEDY)
     check(head, completions, PROMPTS[:2])
     accepted = [r.accepted for c in completions for r in c.stats.rounds]
-    assert 0 in accepted and max(accepted) >= 3
+    assert 0 in accepted and max(accepted) >= most
 
 
 def test_fewer_drafts_are_the_first_of_the_whole_block() -> None:
@@ -228,7 +234,7 @@ SAMPLED = (
 
 
 @pytest.mark.parametrize("sampling", ["rejection", "keyed"])
-@pytest.mark.parametrize("name", ["dflash", "dspark", "rnn", "gated"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "rnn", "gated", "dflash2"])
 @pytest.mark.thorough
 def test_drawn_drafts_are_those_of_the_oracle_with_the_same_noise(name: str, sampling: str) -> None:
     """Greedy rows among sampled ones; under keyed sampling the tokens are those of K = 0."""
@@ -285,6 +291,14 @@ def test_a_block_that_begins_a_position_early_shows(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(block_loop, "block_arrays", early)
     head = made("dflash")
+    assert wrong_in(wrap(tiny_llama(), head), head) > 5
+
+
+def test_a_convolution_that_reads_the_block_before_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slot 0 of a row would read the last slot of the row before it in the batch."""
+    plain = BlockConvolution._over_slots
+    monkeypatch.setattr(BlockConvolution, "_over_slots", lambda *given: plain(*given[:3], given[3].flatten(0, 1)[None]))
+    head = block_head(tiny_llama(), DFLASH2)
     assert wrong_in(wrap(tiny_llama(), head), head) > 5
 
 

@@ -1,14 +1,16 @@
-"""How the drafts of a block depend on each other: not at all (DFlash), or each on the one before it (DSpark).
+"""How the drafts of a block depend on each other: not at all (DFlash), or each on the one before it (DSpark, DFlash2).
 
 All slots have logits from one pass; the chain then goes over them from left to right and adds a bias that depends on
-the draft before. So q of draft k is that of the drafted predecessor. Drafts are mapped to target ids before the next
-look-up.
+the draft before, to all of them or to the largest few. So q of draft k is that of the drafted predecessor. Drafts are
+mapped to target ids before the next look-up.
 
-Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark (arithmetic of the variants); DSpark, arXiv 2607.05147.
+Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark (arithmetic of the variants); DSpark, arXiv 2607.05147;
+z-lab/dflash, dflash/model.py (CandidateSelector).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -72,6 +74,28 @@ class RnnMarkov(Markov):
 
 MARKOVS = {"vanilla": Markov, "gated": GatedMarkov, "rnn": RnnMarkov}
 """By the name that configurations give them."""
+
+
+class Selector(nn.Module):
+    """A slot's draft is one of its most probable ids, by their logits and a bias of low rank from the token before.
+
+    The bias of b after a is <A[a]·P(hidden), B[b]>. A `drafters.loops.base.BlockChain`.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, width: int, top_k: int) -> None:
+        """width: r, of A, B and P. top_k: ids of a slot that can be drafted."""
+        super().__init__()
+        self._top_k = top_k
+        self.predecessor_codebook = nn.Embedding(vocab_size, width)
+        self.successor_codebook = nn.Embedding(vocab_size, width)
+        self.hidden_projection = nn.Linear(hidden_size, width, bias=False)
+
+    def step(self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, None]:
+        """All other ids get -inf, so that q is zero there."""
+        own, ids = logits.topk(self._top_k, -1)  # [R, k]
+        before = self.predecessor_codebook(previous) * self.hidden_projection(hidden)  # [R, r]
+        scores = own + (self.successor_codebook(ids) @ before[:, :, None])[:, :, 0]
+        return torch.full_like(logits, -math.inf, dtype=scores.dtype).scatter(-1, ids, scores), None
 
 
 def drafts_along(head: BlockHead, x: Tensor, bonus: Tensor, num_drafts: int, choose: Choose) -> Draft:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.loops.block.markov import MARKOVS, Independent, drafts_along
+from drafters.loops.block.chains import MARKOVS, Independent, Selector, drafts_along
 
 V, H, R = 7, 5, 3
 
@@ -96,6 +96,52 @@ def test_ids_of_a_reduced_vocabulary_are_mapped_before_the_next_look_up(kind: st
     draft = drafts_along(head_of(own, logits, ids=ids), x, torch.tensor([0]), 4, choose)
     assert draft.token_ids.tolist() == [[6, 5, 2, 1]] and draft.probs is None
     assert torch.allclose(torch.stack(seen), by_hand(own, kind, logits[0], [0, 6, 5, 2], x[0]), atol=1e-12)
+
+
+def edges_by_hand(own: Any, top_k: int, logits: torch.Tensor, previous: int, hidden: torch.Tensor) -> dict[int, float]:
+    """The scores of a slot's most probable ids after `previous`."""
+    ids = sorted(range(V), key=lambda b: -logits[b])[:top_k]
+    a, h = own.predecessor_codebook.weight[previous].tolist(), hidden.tolist()
+    gate = [sum(w * x for w, x in zip(row, h, strict=True)) for row in own.hidden_projection.weight.tolist()]
+    after = own.successor_codebook.weight.tolist()
+    return {b: float(logits[b]) + sum(x * y * z for x, y, z in zip(a, gate, after[b], strict=True)) for b in ids}
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3, V])
+def test_a_selectors_q_lies_on_few_ids_and_depends_on_what_was_drawn(
+    top_k: int, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the next slot reads the most probable draft in place of the drawn one."""
+    torch.manual_seed(2)
+    own, first, count = Selector(V, H, R, top_k).double().requires_grad_(False), 1, 4
+    logits = torch.randn(2, 5, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x, bonus, seen = outputs(2, 5), torch.tensor([6, 1]), list[torch.Tensor]()
+
+    def choose(slot: int, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(scores)
+        return scores.topk(min(2, top_k), -1).indices[:, -1], scores.softmax(-1)
+
+    if planted:
+        plain, best = Selector.step, list[torch.Tensor]()
+
+        def step(self: Any, logits: torch.Tensor, previous: torch.Tensor, *rest: Any) -> Any:
+            found = plain(self, logits, best[-1] if best else previous, *rest)
+            best.append(found[0].argmax(-1))
+            return found
+
+        monkeypatch.setattr(Selector, "step", step)
+    draft = drafts_along(head_of(own, logits, first), x, bonus, count, choose)
+    assert draft.probs is not None
+    same = []
+    for row in range(2):
+        before = [int(bonus[row]), *draft.token_ids[row, :-1].tolist()]
+        for slot, previous in enumerate(before):
+            edges = edges_by_hand(own, top_k, logits[row, first + slot], previous, x[row, first + slot])
+            right = torch.tensor([edges.get(b, -math.inf) for b in range(V)], dtype=torch.float64)
+            same.append(torch.allclose(seen[slot][row], right, atol=1e-12))
+            assert int((draft.probs[row, slot] > 0).sum()) == top_k
+    assert all(same) == (not planted or top_k == 1)
 
 
 def test_without_a_chain_slots_are_chosen_by_themselves() -> None:
