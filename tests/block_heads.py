@@ -63,7 +63,7 @@ def block_head(model: Any, fields: dict[str, Any], seed: int = 1, **changes: Any
 def _select_right(head: BlockParallelHead, table: torch.Tensor) -> None:
     """The same by a selector, which reads a part of the outputs that is always positive."""
     head.embed_tokens.weight[:, 0] = 30
-    for layer in head._layers:
+    for layer in head.layers:
         layer.self_attn.o_proj.weight[0], layer.mlp.down_proj.weight[0] = 0, 0
     selector = head.candidate_selector
     selector.hidden_projection.weight.mul_(0.05)[:, 0] = 0.2

@@ -43,9 +43,9 @@ class BlockConvolution(nn.Module):
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """x [T, H] of whole blocks -> [T, H]."""
         before, after = self.kernel_projection(x).view(self._shape).unbind(2)
-        return self._over_slots(sublayer(self._over_slots(x, 0, before)), 1, after)
+        return self.over_slots(sublayer(self.over_slots(x, 0, before)), 1, after)
 
-    def _over_slots(self, x: Tensor, side: int, corrections: Tensor) -> Tensor:
+    def over_slots(self, x: Tensor, side: int, corrections: Tensor) -> Tensor:
         """x [T, H]; side: 0 before, 1 after the sublayer; corrections: [R, Q, taps, groups, 1]."""
         taps = self.base_kernel[side].unflatten(1, (corrections.shape[3], -1))  # [taps, groups, channels]
         blocks = x.view(*corrections.shape[:2], *taps.shape[1:])  # [R, Q, groups, channels]

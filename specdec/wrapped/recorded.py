@@ -8,13 +8,14 @@ read besides the inputs (weights, buffers) are read where they were: new values 
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedModel
@@ -59,34 +60,25 @@ class NotRecordableError(Exception):
     """A forward whose Python depends on values; the message has the operator."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call in the source of a recording; reads, makes: names of tensors that operators made."""
-
-    source: str
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
-
-
 class _Recorder(TorchDispatchMode):
-    """Writes down the operators that run inside of it.
+    """Writes down the operators that run inside of it, as a graph of torch.fx.
 
     Attributes:
-        calls: of operators and of attention. values: what other names than those of inputs and results stand for.
+        graph: calls of operators and of attention, in order. tensors: by name, those that it reads besides the inputs.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
-        self.values: dict[str, Any] = {}
-        self._names = {id(tensor): f"i{n}" for n, tensor in enumerate(inputs)}
-        self._held: list[Any] = list(inputs)  # so that no id is that of two tensors
+        self.graph, self.tensors = fx.Graph(), dict[str, Tensor]()
+        self._attention = self.graph.placeholder("attend")
+        self._nodes = {id(tensor): self.graph.placeholder(f"i{n}") for n, tensor in enumerate(inputs)}
+        self._held = list(inputs)  # so that no id is that of two tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(tag in func.tags for tag in _BY_VALUE) and not (func is _ATEN.index.Tensor and _has_no_mask(args[1])):
             raise NotRecordableError(str(func))
         found = func(*args, **kwargs or {})
-        self._add(self._named(_DIRECT.get(func, func._op), "c"), args, kwargs or {}, found)
+        self._add(_DIRECT.get(func, func), args, kwargs or {}, found)
         return found
 
     def attending(self, attend: LayerAttend) -> LayerAttend:
@@ -95,73 +87,53 @@ class _Recorder(TorchDispatchMode):
         def attended(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
             with _disable_current_modes():
                 found = attend(layer, query, key, value, sinks)
-            self._add("attend", (layer, query, key, value, sinks), {}, found)
+            self._add(_attended, (self._attention, layer, query, key, value, sinks), {}, found)
             return found
 
         return attended
 
-    def function(self, num_inputs: int, output: Tensor) -> Recording:
+    def function(self, output: Tensor) -> Recording:
         """The function of what was recorded. Raises NotRecordableError: no operator made the output."""
-        result = self._names.get(id(output), "")
-        if not result.startswith("t"):
+        result = self._nodes.get(id(output))
+        if result is None or result.op != "call_function":
             raise NotRecordableError("the output is no operator's")
-        given = ", ".join(("attend", *(f"i{n}" for n in range(num_inputs))))
-        source = "\n    ".join((f"def recorded({given}):", *_freeing(self.calls, result), f"return {result}"))
-        scope = dict(self.values)
-        exec(compile(source, "<recorded step>", "exec"), scope)
-        made: Recording = scope["recorded"]
-        return made
+        self.graph.output(result)
+        made = fx.GraphModule(self.tensors, self.graph)
+        vars(made).update(self.tensors)  # found sooner than buffers
+        forward: Recording = made.forward  # not its call, which runs global hooks
+        return forward
 
-    def _add(self, function: str, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> None:
-        reads, makes = list[str](), list[str]()
-        given = [*(self._source(v, reads) for v in args), *(f"{k}={self._source(v, reads)}" for k, v in kwargs.items())]
-        source = f"{self._target(found, makes)} = {function}({', '.join(given)})"
-        self.calls.append(_Call(source, tuple(reads), tuple(makes)))
+    def _add(self, function: Callable[..., Any], args: Any, kwargs: Any, found: Any) -> None:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self._given)
+        self._made(self.graph.call_function(function, args, kwargs), found)
 
-    def _target(self, found: Any, makes: list[str]) -> str:
-        """What results are assigned to."""
+    def _made(self, node: fx.Node, found: Any) -> None:
+        """Remember which node makes a result, or each of several."""
         if isinstance(found, list | tuple):
-            return f"({''.join(self._target(each, makes) + ', ' for each in found)})"
-        if not isinstance(found, Tensor) or id(found) in self._names:
-            return "_"
-        makes.append(self._named(found, "t"))
-        return makes[-1]
+            for place, each in enumerate(found):
+                self._made(self.graph.call_function(operator.getitem, (node, place)), each)
+        elif isinstance(found, Tensor) and id(found) not in self._nodes:
+            self._nodes[id(found)] = node
+            self._held.append(found)
 
-    def _source(self, value: Any, reads: list[str]) -> str:
-        if isinstance(value, list | tuple):
-            return f"[{''.join(self._source(each, reads) + ', ' for each in value)}]"
-        if value is None or isinstance(value, bool | int | str):
-            return repr(value)
-        name = self._named(value, "c")
-        reads += [name] * name.startswith("t")
-        return name
+    def _given(self, value: Any) -> Any:
+        """What stands for an argument; a tensor that no operator made stays as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._nodes:
+            name = f"c{len(self._held)}"
+            self.tensors[name] = value
+            self._made(self.graph.get_attr(name), value)
+        return self._nodes[id(value)]
 
-    def _named(self, value: Any, kind: str) -> str:
-        """Its name; kind: of a new one, t of a result, c of what stays as it is."""
-        if id(value) not in self._names:
-            name = self._names[id(value)] = f"{kind}{len(self._held)}"
-            self._held.append(value)
-            if kind == "c":
-                self.values[name] = value
-        return self._names[id(value)]
+
+def _attended(attend: LayerAttend, layer: int, *states: Any) -> Tensor:
+    return attend(layer, *states)
 
 
 def _has_no_mask(indices: Sequence[Tensor | None]) -> bool:
     """Whether the shape of an indexed tensor depends on no values."""
     return all(each is None or each.dtype is not torch.bool for each in indices)
-
-
-def _freeing(calls: Sequence[_Call], result: str) -> Iterator[str]:
-    """Their source; each result is set free after the last call that reads it, so that its memory stays in caches."""
-    last = {name: place for place, call in enumerate(calls) for name in (*call.makes, *call.reads)}
-    over = dict[int, list[str]]()
-    for name, place in last.items():
-        if name != result:
-            over.setdefault(place, []).append(name)
-    for place, call in enumerate(calls):
-        yield call.source
-        if place in over:
-            yield f"{' = '.join(over[place])} = None"
 
 
 def record(forward: Forward, inputs: Sequence[Tensor], attend: LayerAttend) -> tuple[Tensor, Recording]:
@@ -175,7 +147,7 @@ def record(forward: Forward, inputs: Sequence[Tensor], attend: LayerAttend) -> t
     """
     with _Recorder(inputs) as recorder:
         output = forward(recorder.attending(attend))
-    return output, recorder.function(len(inputs), output)
+    return output, recorder.function(output)
 
 
 @dataclass

@@ -296,8 +296,8 @@ def test_a_block_that_begins_a_position_early_shows(monkeypatch: pytest.MonkeyPa
 
 def test_a_convolution_that_reads_the_block_before_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slot 0 of a row would read the last slot of the row before it in the batch."""
-    plain = BlockConvolution._over_slots
-    monkeypatch.setattr(BlockConvolution, "_over_slots", lambda *given: plain(*given[:3], given[3].flatten(0, 1)[None]))
+    plain = BlockConvolution.over_slots
+    monkeypatch.setattr(BlockConvolution, "over_slots", lambda *given: plain(*given[:3], given[3].flatten(0, 1)[None]))
     head = block_head(tiny_llama(), DFLASH2)
     assert wrong_in(wrap(tiny_llama(), head), head) > 5
 
