@@ -75,26 +75,10 @@ class BlockParallelHead(SharingHead):
 
     spec: BlockSpec
 
-    def __init__(
-        self,
-        spec: BlockSpec,
-        target_embedding: Tensor,
-        target_lm_head: Tensor | None = None,
-        d2t: Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        """Build a head with fresh float32 weights; arguments and errors as of `SharingHead`.
-
-        device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
-        `load_state_dict(..., assign=True)`.
-        """
-        super().__init__(spec, target_embedding, target_lm_head, d2t)
-        self.block_size, self.first_slot, self.mask_token_id = spec.block_size, spec.first_slot, spec.mask_token_id
-        with device or target_embedding.device:
-            self._build_modules()
-
-    def _build_modules(self) -> None:
+    def build_modules(self) -> None:
+        """Make the modules of the checkpoint."""
         spec = self.spec
+        self.block_size, self.first_slot, self.mask_token_id = spec.block_size, spec.first_slot, spec.mask_token_id
         self.build_embedding()
         self.fc = nn.Linear(spec.aux_size, spec.hidden_size, bias=False)
         self.hidden_norm, self.norm = norm_of(spec), norm_of(spec)

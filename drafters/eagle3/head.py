@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
+from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle1Spec, Eagle3Spec
 from drafters.errors import HeadMismatchError
@@ -132,15 +133,22 @@ class SharingHead(nn.Module):
     target_ids: Tensor
 
     def __init__(
-        self, spec: LayerSpec, target_embedding: Tensor, target_lm_head: Tensor | None, d2t: Tensor | None
+        self,
+        spec: LayerSpec,
+        target_embedding: Tensor,
+        target_lm_head: Tensor | None = None,
+        d2t: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Share; subclasses build the modules.
+        """Build a head with fresh float32 weights.
 
         Args:
             spec: the head.
             target_embedding: [V, Ht] the target's input embedding (not read when `spec.own_embed`).
             target_lm_head: [Vd, H], needed when not `spec.own_lm_head`.
             d2t: [Vd] int64 offsets; None when Vd = V.
+            device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
+                `load_state_dict(..., assign=True)`.
 
         Raises:
             HeadMismatchError: the target's tensors do not fit the head.
@@ -156,6 +164,12 @@ class SharingHead(nn.Module):
         self._share_target(target_embedding, target_lm_head)
         self._set_vocabulary(d2t, target_embedding.device)
         self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
+        with device or target_embedding.device:
+            self.build_modules()
+
+    def build_modules(self) -> None:
+        """Make the modules of the checkpoint."""
+        raise NotImplementedError
 
     def _share_target(self, embedding: Tensor, lm_head: Tensor | None) -> None:
         spec = self.spec
@@ -215,24 +229,6 @@ class Eagle3Head(SharingHead):
 
     spec: Eagle3Spec
 
-    def __init__(
-        self,
-        spec: Eagle3Spec,
-        target_embedding: Tensor,
-        target_lm_head: Tensor | None = None,
-        d2t: Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        """Build a head with fresh float32 weights; arguments and errors as of `SharingHead`.
-
-        device: for the fresh weights; default: the device of `target_embedding`. "meta" allocates none, for
-        `load_state_dict(..., assign=True)`.
-        """
-        super().__init__(spec, target_embedding, target_lm_head, d2t)
-        self._fuses = spec.has_fc
-        with device or target_embedding.device:
-            self._build_modules()
-
     def reread(self, spec: Eagle3Spec, embedding: Tensor | None = None) -> Eagle3Head:
         """This head's own tensors under another spec of the same shapes; nothing is copied.
 
@@ -248,7 +244,8 @@ class Eagle3Head(SharingHead):
         other.load_state_dict(state, assign=True)
         return other.eval().requires_grad_(False)
 
-    def _build_modules(self) -> None:
+    def build_modules(self) -> None:
+        """Make the modules of the checkpoint."""
         spec = self.spec
         self.build_embedding()
         if spec.has_fc:
@@ -265,7 +262,7 @@ class Eagle3Head(SharingHead):
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
-        if not self._fuses:
+        if self.aux_layers == (FINAL_NORM,):
             return aux_hidden_states
         if self.spec.input_norm:
             aux_hidden_states = self.input_norm(aux_hidden_states)
@@ -328,7 +325,7 @@ class Eagle1Head(Eagle3Head):
 
     spec: Eagle1Spec
 
-    def _build_modules(self) -> None:
+    def build_modules(self) -> None:
         spec = self.spec
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=spec.fc_bias)
         norms = (spec.first_norm, *(True for _ in range(1, spec.num_layers)))
