@@ -12,6 +12,8 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,9 +101,9 @@ class _Recorder(TorchDispatchMode):
             raise NotRecordableError("the output is no operator's")
         self.graph.output(result)
         made = fx.GraphModule(self.tensors, self.graph)
-        vars(made).update(self.tensors)  # found sooner than buffers
-        forward: Recording = made.forward  # not its call, which runs global hooks
-        return forward
+        for name in self.tensors:
+            delattr(made, name)  # a module refers to itself: it would keep them until the next collection
+        return partial(type(made).forward, SimpleNamespace(**self.tensors))
 
     def _add(self, function: Callable[..., Any], args: Any, kwargs: Any, found: Any) -> None:
         args, kwargs = fx.node.map_aggregate((args, kwargs), self._given)
@@ -133,7 +135,7 @@ def _attended(attend: LayerAttend, layer: int, *states: Any) -> Tensor:
 
 def _has_no_mask(indices: Sequence[Tensor | None]) -> bool:
     """Whether the shape of an indexed tensor depends on no values."""
-    return all(each is None or each.dtype is not torch.bool for each in indices)
+    return all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in indices)
 
 
 def record(forward: Forward, inputs: Sequence[Tensor], attend: LayerAttend) -> tuple[Tensor, Recording]:
@@ -173,7 +175,7 @@ class RecordedSteps:
 
     def __post_init__(self) -> None:
         self._versions = WeightVersions(self.model)
-        self._forget()
+        self.forget()
 
     def __str__(self) -> str:
         return self.reason or f"up to {MOST_TOKENS} tokens"
@@ -183,9 +185,10 @@ class RecordedSteps:
         with gate_of(self.model.config).held():  # specdec's own forwards change some settings meanwhile
             changed = self._versions.changed()
         if changed:
-            self._forget()
+            self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop all recordings, and with them what they hold of weights that were laid out anew."""
         self.shapes.clear()
         self._layouts = Matrix.layouts
         self.reason = unseen_state(self.model)
@@ -200,7 +203,7 @@ class RecordedSteps:
         if self.reason or len(inputs[0]) > MOST_TOKENS:
             return live(attend)
         if self._layouts != Matrix.layouts:  # a recording reads weights in the memory that they had
-            self._forget()
+            self.forget()
         shape = self._shape((*map(len, inputs), len(aux)))
         if shape.is_checked and shape.recording is not None:
             return shape.recording(attend, *inputs)

@@ -45,6 +45,8 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
             raise InvalidInputError(f"requests are running on the old weights; finish them before {what}")
         model._live.check()
         model.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
+        if model.target.steps is not None:
+            model.target.steps.forget()  # else the old layout of packed weights stays in memory beside the new one
         change()
         for weight in model.hf_model.parameters():
             if isinstance(weight, PackedWeight):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,6 +147,25 @@ def test_weights_that_are_written_between_two_steps_count_in_the_next() -> None:
     assert tokens(True) == tokens(False) != answers(wrap(tiny_llama()))[0]
 
 
+def test_new_weights_leave_no_second_copy_of_packed_ones() -> None:
+    """Recordings hold the weights' memory: they go before it is replaced."""
+    model = tiny_llama()
+    with wrap(model, cpu_linears="packed") as wrapped:
+        answers(wrapped)
+        assert used(wrapped)
+        matrix: Any = model.lm_head.weight.matrix
+        before, copies = weakref.ref(matrix.memory), list[bool]()
+        new = ((name, tensor) for name, tensor in tiny_llama(seed=1).state_dict().items())
+        wrapped.update_weights(looked_at(new, lambda: copies.append(before() is not None)))
+        assert copies[0] and not copies[-1]
+
+
+def looked_at(weights: Iterator[Any], look: Any) -> Iterator[Any]:
+    for each in weights:
+        yield each
+        look()
+
+
 def test_a_recording_that_computes_something_else_is_not_used() -> None:
     """Planted: Python that decides by how often it was called, of which no tensor tells."""
     model, calls = tiny_llama(), [0]
@@ -202,6 +222,7 @@ def by_value() -> Iterator[tuple[str, Any]]:
     yield "if", lambda x: -x if x.sum() > 0 else x
     yield "nonzero", lambda x: x.nonzero()
     yield "mask", lambda x: x[x > 0]
+    yield "mask of bytes", lambda x: torch.ops.aten.index.Tensor(x, [(x > 0).to(torch.uint8)])
     yield "noise", lambda x: x * torch.rand(3)
     yield "none", lambda x: x
 
