@@ -366,11 +366,12 @@ class FixedLoop(Protocol):
 
     Attributes:
         drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows possible.
-        in_segments: whether the draft prefill of rounds of any shape runs from graphs by segments.
+        prefill_attends: whether the draft prefill attends; otherwise its one pass writes keys and values alone, and
+            needs no plan.
     """
 
     drafts: Tensor
-    in_segments: bool
+    prefill_attends: bool
 
     def num_steps(self, drafts: int) -> int:
         """Steps after the draft prefill for at most `drafts` drafts a row, at least 1."""

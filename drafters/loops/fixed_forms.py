@@ -45,7 +45,7 @@ class _Fixed:
     """
 
     bonus = 0
-    in_segments = True
+    prefill_attends = True
 
     def __init__(
         self,

@@ -74,12 +74,12 @@ class MtpHead(nn.Module):
             target.rotary is not None and "layer_type" in inspect.signature(target.rotary.forward).parameters
         )
         with device or target.embedding.device:
-            self._build_modules(target)
+            self.build_modules(target)
         calls = self._probe()
         self.attention_specs = tuple(call.attention_spec for call in calls)
         self._port = AttentionPort(self.blocks, calls)
 
-    def _build_modules(self, target: MtpTarget) -> None:
+    def build_modules(self, target: MtpTarget) -> None:
         config, norm, size = block_config(target.config, self.spec), target.norm_class, self.hidden_size
         eps = target.norm_eps
         self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)

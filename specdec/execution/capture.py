@@ -63,7 +63,8 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class DraftGraphs:
-    """The head's graphs: the draft prefill after the verification, with a planner of each pass, and the steps."""
+    """The head's graphs: the draft prefill after the verification, with a planner of each pass that attends, and the
+    steps."""
 
     prefill_planners: tuple[FixedPlanner, ...]
     prefill: PassGraph
@@ -161,6 +162,9 @@ class DraftCapture:
         rows, query_len = result.tokens.shape
         planners, planned = [], []
         for m, metadata in enumerate(round_.prefill):  # only the first, without a bonus token, has `target`'s lengths
+            if not self.loop.prefill_attends:
+                planned.append(PlannedBatch(metadata, {}))
+                continue
             width = metadata.num_tokens // rows
             planners.append(self.runner.fixed_planner(rows, width, None if m or width > query_len else target))
             planned.append(planners[-1].plan(metadata))

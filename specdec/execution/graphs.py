@@ -346,7 +346,7 @@ class GraphExecutor:
         batch, passes, _ = self._fixed[rows].send(target)
         self._sent += 1
         bucket.planner.replan(batch)
-        if bucket.draft is not None:
+        if bucket.draft is not None and bucket.draft.prefill_planners:
             for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
                 planner.replan(own)
 

@@ -223,7 +223,7 @@ class RaggedPrefill:
         # One more entry, 0: the `decided_place` of rows that are not decided is J.
         accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
         accepted = accepted.index_select(0, ahead.decided_place)
-        if not self._loop.in_segments:
+        if not self._loop.prefill_attends:
             return accepted, self._run_plainly(result, ahead, accepted)
         count, rows = len(ahead.token_ids), len(ahead.last_row)
         graph = self._graph(token_bucket(count, self._most_tokens))
@@ -242,7 +242,7 @@ class RaggedPrefill:
         return accepted, graph.chosen
 
     def _run_plainly(self, result: PackedResult, ahead: DeviceAhead, accepted: Tensor) -> Chosen | None:
-        """Operator by operator: a prefill that attends nothing, and has one pass."""
+        """Operator by operator: a prefill that attends nothing."""
         drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
         token_ids, (own,) = ahead.token_ids.index_copy(0, ahead.token_places, drafts), ahead.passes
         inputs, unplanned = FixedPrefill(token_ids, ahead.last_row + accepted), PlannedBatch(own, {})
@@ -250,7 +250,7 @@ class RaggedPrefill:
 
     def capture_expected(self, mixed: Iterable[int]) -> None:
         """Capture the largest bucket, these of prompts with decoding rows, and the smallest."""
-        if not self._loop.in_segments:
+        if not self._loop.prefill_attends:
             return
         for tokens in (self._most_tokens, *mixed, 1):
             self._graph(token_bucket(tokens, self._most_tokens))

@@ -37,7 +37,7 @@ from drafters.loops.steps import StepBuffers
 class FixedBlock:
     """The fixed-shape form of `BlockLoop`; a `drafters.loops.base.FixedLoop`."""
 
-    in_segments = False
+    prefill_attends = False
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from drafters.loops.block.fixed import FixedBlock
 from specdec.requests.sampling import SamplingParams
 from tests.drafters.loops.block.test_rounds import HEADS, PROMPTS, made
 from tests.specdec.execution.test_graphs import (
+    FixedPlaceBackend,
     Replayed,
     graphs_on_cpu,  # noqa: F401
     recorded_on_cpu,  # noqa: F401
@@ -96,3 +97,19 @@ def test_a_preempted_row_joins_again_at_its_bonus_token(graphs_on_cpu: list[Repl
     assert sum(c.stats.preemptions > 0 for c in together) >= 2
     assert [(c.token_ids, c.drafts) for c in together] == [(c.token_ids, c.drafts) for c in alone]
     assert free_everywhere(graphed)
+
+
+@pytest.mark.slow
+def test_what_only_writes_is_not_planned(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A verification has a token more than the block, which a kernel of the block's width may not serve."""
+    made_for, plain = set[tuple[str, int]](), FixedPlaceBackend.fixed_builder
+
+    def builder(self: Any, group: Any, key: Any, dtype: Any, rows: int, query_len: int, *rest: Any) -> Any:
+        made_for.add((group.name, query_len))
+        return plain(self, group, key, dtype, rows, query_len, *rest)
+
+    monkeypatch.setattr(FixedPlaceBackend, "fixed_builder", builder)
+    head = made("dspark")
+    with with_graphs(head, max_num_seqs=2, max_num_batched_tokens=48) as graphed:
+        assert graphed.graphs == "on"
+    assert made_for == {("target", head.block_size + 1), ("head", head.block_size)}
