@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from drafters.block.spec import BlockSpec
 from drafters.eagle3.head import CosSin, PlainLayer, SharingHead, norm_of
@@ -36,24 +35,27 @@ class BlockConvolution(nn.Module):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         taps, groups = spec.conv_kernel_size, spec.hidden_size // spec.conv_group_size
-        self._shape = (-1, spec.block_size, 2, taps, groups, 1)
+        self._block_size, self._shape = spec.block_size, (2, taps, groups, 1)
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, spec.hidden_size))
         self.kernel_projection = nn.Linear(spec.hidden_size, 2 * taps * groups, bias=False)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """x [T, H] of whole blocks -> [T, H]."""
-        before, after = self.kernel_projection(x).view(self._shape).unbind(2)
+        before, after = self.kernel_projection(x).unflatten(1, self._shape).unbind(1)
         return self.over_slots(sublayer(self.over_slots(x, 0, before)), 1, after)
 
     def over_slots(self, x: Tensor, side: int, corrections: Tensor) -> Tensor:
-        """x [T, H]; side: 0 before, 1 after the sublayer; corrections: [R, Q, taps, groups, 1]."""
-        taps = self.base_kernel[side].unflatten(1, (corrections.shape[3], -1))  # [taps, groups, channels]
-        blocks = x.view(*corrections.shape[:2], *taps.shape[1:])  # [R, Q, groups, channels]
-        out = torch.zeros_like(blocks)
+        """x [T, H]; side: 0 before, 1 after the sublayer; corrections: [T, taps, groups, 1].
+
+        Tokens stay in one dimension: compiled code kept on disk has no condition on T then.
+        """
+        taps = self.base_kernel[side].unflatten(1, (corrections.shape[2], -1))  # [taps, groups, channels]
+        groups, out = x.unflatten(1, taps.shape[1:]), torch.zeros_like(x)
+        slots = torch.arange(len(x), device=x.device) % self._block_size
         for back, base in enumerate(taps):
-            earlier = F.pad(blocks, (0, 0, 0, 0, back, -back))
-            out = out + base * earlier + corrections[:, :, back] * earlier
-        return out.view(x.shape)
+            earlier = groups.roll(back, 0).masked_fill((slots < back)[:, None, None], 0)
+            out = out + (base * earlier).flatten(1) + (corrections[:, back] * earlier).flatten(1)
+        return out
 
 
 class ConvolvedLayer(PlainLayer):

@@ -219,7 +219,7 @@ def test_a_plan_does_not_outlive_its_wrapper(check_mode_on: None) -> None:
     metadata = metadata_of(host_batch(*VERIFY, 16))
     first = pair.flashinfer.plan(metadata)
     torch.cuda.synchronize()
-    for _ in range(2):
+    for _ in range(4):  # on a busy machine a third wrapper was made for the first plan
         pair.flashinfer.plan(metadata)
     with pytest.raises(InvariantError, match="planned anew"):
         pair.flashinfer.attend(first, 0, *pair.states(metadata.num_tokens))
