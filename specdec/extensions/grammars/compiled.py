@@ -30,6 +30,11 @@ MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
 _MOST_SPACES = 64
 """Tokens of white space between a begin marker and the end of a prompt."""
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{most}}}" for most in (*range(1, 11), 12, 16, 20, 30)), f"{_TEXT}+"]
+"""Kinds of tokens of which llguidance allows all at once; its default has texts of at most 10 and 30 characters alone.
+Of a string near its `maxLength` the masks take half as long: 0.05 ms in the mean of 200 for 0.09, 1.1 at most for 2.1
+(128k tokens, one core)."""
 _KEPT = 256
 COMPILE_SECONDS, FILL_SECONDS = 30.0, 4.0
 """Time limits of llguidance: to compile a grammar, and to compute the masks of next tokens (usually tens of us)."""
@@ -165,7 +170,7 @@ class GrammarCompiler:
         self._lib, self.eos = llguidance, eos
         size = max(vocab_size, len(tokenizer))
         self.words = -(-size // 32)
-        self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+        self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos, slices=_SLICES)
         added = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if str(token)}
         self._special = {str(token): token_id for token_id, token in added.items()}
         self._hidden = [str(token) for token_id, token in added.items() if token.special or token_id == eos]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from specdec.extensions.grammars import compiled
 from specdec.extensions.grammars.compiled import compiler_of
+from specdec.loading.tokenizers import load_tokenizer
 from specdec.requests.grammar import Grammar
 from tests.specdec.extensions.grammars.spelled import END, tokenizer
 
@@ -20,6 +22,24 @@ def test_a_mask_without_some_tokens_has_all_others() -> None:
     mask = compiler_of(tokenizer(), 64, END).without([0, 5, 31, 32, 63])
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert np.flatnonzero(bits == 0).tolist() == [0, 5, 31, 32, 63]
+
+
+@pytest.mark.parametrize("limits", [{"maxLength": 12}, {"minLength": 3, "maxLength": 9}, {"pattern": "^[a-h ]{2,7}$"}])
+def test_masks_near_a_limit_are_those_of_other_slices(limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tokens are allowed at once is a matter of speed alone."""
+    masks: list[list[bytes]] = []
+    for slices in (compiled._SLICES, []):
+        monkeypatch.setattr(compiled, "_SLICES", slices)
+        own = load_tokenizer("gsm-llama")
+        compiler = compiled.GrammarCompiler(own, len(own), own.eos_token_id)
+        matcher = compiler.compiled(Grammar.json({"type": "string"} | limits)).matcher()
+        masks.append([])
+        for text in '"abcdefghijkl':
+            found = np.full((1, compiler.words), -1, np.int32)
+            assert compiler.fill([(matcher.deep_copy(), 0, [])], found)
+            masks[-1].append(found.tobytes())
+            matcher.try_consume_tokens(own.encode(text, add_special_tokens=False))
+    assert masks[0] == masks[1] and len(set(masks[0])) > 6
 
 
 def test_the_last_grammars_that_were_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
