@@ -29,6 +29,8 @@ from benchmarks.fp8_weights import fp8_weights, quantise
 from benchmarks.mxfp4_weights import draw_mxfp4
 from benchmarks.routing import ExpertWork, HeldRoutes, expert_work
 from drafters.assistant.head import AssistantHead
+from drafters.block.head import BlockParallelHead
+from drafters.block.spec import BlockSpec
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead, MtpStack
@@ -138,6 +140,15 @@ DRAFT_MODELS = {"llama-3.1-8b-with-1b": "llama-3.2-1b", "tiny-with-a-model": "ti
 """Shapes whose head is a small draft model, and its shape."""
 SHAPES["llama-3.2-1b"] = lambda: llama_config(2048, 8192, 16, 32, 64, True)
 SHAPES["llama-3.1-8b-with-1b"], SHAPES["tiny-with-a-model"] = SHAPES["llama-3.1-8b"], SHAPES["tiny"]
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 16, "slots": "fill-in"},
+    "dspark": {"block_size": 7, "slots": "anchor-first", "markov": "vanilla", "markov_rank": 256},
+}
+"""Heads with five layers and five aux states that draft a block, as published for Qwen3-8B; the lm_head is the
+target's. A shape's name ends with one of these."""
+for _shape in ("qwen3-8b", "tiny"):
+    for _block in BLOCKS:
+        SHAPES[f"{_shape}-{_block}"] = SHAPES[_shape]
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ class Pair:
     """A target, its head, and their sizes. routes: of its mixtures, where they are held."""
 
     target: PreTrainedModel
-    head: Eagle3Head | MtpHead | MtpStack | AssistantHead
+    head: Eagle3Head | MtpHead | MtpStack | AssistantHead | BlockParallelHead
     routes: HeldRoutes | None = None
 
     @property
@@ -192,22 +203,25 @@ class Pair:
         query heads a KV head, attention's are 24 for each byte read, where a GPU makes 186. Of experts, only the
         weights of those that were chosen count. Weights in FP8 are a byte each, and their scales four. Every draft is a
         pass of the head, and each later one of several modules has a pass more, in the draft prefill; of that only
-        memory counts.
+        memory counts. A block is one pass of its head, of all slots.
         """
         verify, first, step = experts
         steps, others = max(drafts - 1, 0), max(min(self.num_modules, drafts) - 1, 0)
         dense, head = _matmul_weights(self.target), _head_weights(self.head)
         in_fp8, scales = fp8_weights(self.target)
         of_target, of_head = self.cache_bytes
+        passes, tokens = drafts, rows * (drafts + 1)
+        of_pass = rows * drafts
+        if drafts and isinstance(self.head, BlockParallelHead):
+            passes, of_pass = 1, rows * self.head.block_size
         chosen = verify.weights + ((1 + others) * first.weights + steps * step.weights if drafts else 0)
-        read = dense + head * drafts + _matmul_weights(_module(self.head)) * others + chosen
+        read = dense + head * passes + _matmul_weights(_module(self.head)) * others + chosen
         narrow = 0.0 if self.routes is None else (2 - self.routes.bytes_a_weight) * verify.weights
-        keys = context * (of_target + of_head * (drafts + others))
+        keys = context * (of_target + of_head * (passes + others))
         memory = 2 * read - in_fp8 - narrow + 4 * scales + rows * (keys + self.state_bytes(drafts, accepted))
-        tokens = rows * (drafts + 1)
         routed = verify.weights_a_token * tokens + (first.weights_a_token * rows * drafts if drafts else 0)
         # in 8 bits tensor cores make twice as many operations
-        compute = 2 * ((dense - in_fp8 / 2) * tokens + head * rows * drafts + routed)
+        compute = 2 * ((dense - in_fp8 / 2) * tokens + head * of_pass + routed)
         return 1e3 * max(memory / COPY_BYTES_PER_S, compute / MATMUL_FLOPS)
 
 
@@ -242,15 +256,16 @@ def _matmul_weights(module: torch.nn.Module) -> int:
     return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, torch.nn.Linear))
 
 
-def _module(head: Eagle3Head | MtpHead | MtpStack | AssistantHead) -> Eagle3Head | MtpHead | AssistantHead:
+def _module(head: Any) -> Eagle3Head | MtpHead | AssistantHead | BlockParallelHead:
     """What runs in one pass of the head."""
     return head.first if isinstance(head, MtpStack) else head
 
 
-def _head_weights(head: Eagle3Head | MtpHead | MtpStack | AssistantHead) -> int:
-    """Weights that one draft reads; an MTP module reads the target's lm_head."""
+def _head_weights(head: Any) -> int:
+    """Weights that one draft, or block, reads; MTP modules and blocks read the target's lm_head."""
     own = _module(head)
-    return _matmul_weights(own) + (own.target_lm_head.numel() if isinstance(own, MtpHead) else 0)
+    shared = own.target_lm_head if isinstance(own, (MtpHead, BlockParallelHead)) else None
+    return _matmul_weights(own) + (0 if shared is None else shared.numel())
 
 
 def random_pair(
@@ -261,8 +276,8 @@ def random_pair(
     layers: int | None = None,
     held_tokens: int = 0,
 ) -> Pair:
-    """Build a pair of the shape with random weights on the device: MTP modules or a model where MODULES or
-    DRAFT_MODELS has it, else EAGLE-3.
+    """Build a pair of the shape with random weights on the device: MTP modules, a model or a block where MODULES,
+    DRAFT_MODELS or BLOCKS has it, else EAGLE-3.
 
     weights: "model", the target's are of `dtype`; "fp8", those of its linear layers and experts are in fine-grained
     FP8, but for the lm_head, as in published checkpoints; "mxfp4", those of its experts. The head's are of `dtype`.
@@ -286,6 +301,7 @@ def random_pair(
         if shape in DRAFT_MODELS:
             small = AutoModelForCausalLM.from_config(SHAPES[DRAFT_MODELS[shape]](), dtype=dtype)
             heads.append(AssistantHead(small.eval().requires_grad_(False)))
+        heads += [block_head(target, config, own) for name, own in BLOCKS.items() if shape.endswith(name)]
         head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
     routes = HeldRoutes.of(target, head, held_tokens) if held_tokens else None
     return Pair(target, head.eval().requires_grad_(False), routes)
@@ -320,6 +336,29 @@ def eagle3_spec(config: PreTrainedConfig) -> Eagle3Spec:
         draft_vocab_size=DRAFT_VOCAB,
         aux_layers=default_aux_layers(config.num_hidden_layers),
     )
+
+
+def block_head(target: PreTrainedModel, config: PreTrainedConfig, kind: dict[str, Any]) -> BlockParallelHead:
+    """A head of the target's own sizes; kind: see BLOCKS."""
+    last = config.num_hidden_layers - 3
+    spec = BlockSpec(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        aux_layers=tuple(1 + round(i * last / 5) for i in range(1, 6)),
+        qk_norm=True,
+        num_layers=5,
+        own_lm_head=False,
+        mask_token_id=config.vocab_size - 1,
+        **kind,
+    )
+    shared: list[torch.Tensor] = [target.get_input_embeddings().weight, target.get_output_embeddings().weight]  # type: ignore[assignment, union-attr, list-item]
+    return BlockParallelHead(spec, *shared).to(target.dtype)
 
 
 def _eagle_head(target: PreTrainedModel, config: PreTrainedConfig) -> Eagle3Head:
