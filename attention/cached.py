@@ -14,7 +14,9 @@ else:
         process that is forked while another thread holds it would wait for it without end."""
 
         def __init__(self, func):
-            self.func, self.attrname, self.__doc__ = func, func.__name__, func.__doc__
+            self.func = func
+            self.attrname = func.__name__
+            self.__doc__ = func.__doc__
 
         def __get__(self, owner, kind=None):
             if owner is None:

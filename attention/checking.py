@@ -24,7 +24,8 @@ CHECKS = _Checks()
 @contextmanager
 def check_mode(enabled: bool) -> Iterator[None]:
     """Turn the validators on or off inside a block."""
-    before, CHECKS.on = CHECKS.on, enabled
+    before = CHECKS.on
+    CHECKS.on = enabled
     try:
         yield
     finally:

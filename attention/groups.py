@@ -67,7 +67,8 @@ def split_group(group: CacheGroup, windowed: Windows) -> tuple[CacheGroup, ...]:
     """
     by_group = layers_by_group(group.attention_specs, [reach for reach, _ in windowed])
     if not all(by_group):
-        wanted, given = ", ".join(str(reach) for reach, _ in windowed), [spec.reach for spec in group.attention_specs]
+        wanted = ", ".join(str(reach) for reach, _ in windowed)
+        given = [spec.reach for spec in group.attention_specs]
         raise InvalidInputError(
             f"group {group.name}: {wanted} do not divide layers with {', '.join(map(str, given))} into groups"
         )

@@ -183,7 +183,8 @@ class GroupRunner:
         Raises:
             UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.
         """
-        backend, group = self._backend, self.group
+        backend = self._backend
+        group = self.group
         if not isinstance(backend, GraphBackend):
             raise UnsupportedAttentionError(f"backend {backend.name!r} has no plans that a CUDA graph can hold")
         local = {size: self._local_rows(rows, query_len, size) for size in self._chunk_sizes}
@@ -194,7 +195,8 @@ class GroupRunner:
             if key.chunk_size is None or query_len == 1:  # a single token lies in one chunk
                 builders[key] = backend.fixed_builder(*own, rows, query_len, shared)
             else:
-                virtual, most = local[key.chunk_size].num_rows, min(query_len, key.chunk_size)
+                virtual = local[key.chunk_size].num_rows
+                most = min(query_len, key.chunk_size)
                 builders[key] = backend.fixed_builder(*own, virtual, most, shared, tokens=rows * query_len)
         return FixedPlanner(builders, group.num_pages, local, others)
 

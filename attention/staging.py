@@ -90,7 +90,9 @@ class Section(Generic[S]):
         shared: dimensions that go by a full name of the arena's instead. leading: by array, an additional first
         dimension.
         """
-        self._kind, own, before = kind, dict(shared or {}), dict(leading or {})
+        self._kind = kind
+        own = dict(shared or {})
+        before = dict(leading or {})
         declared = [f for f in dataclasses.fields(kind) if _ARRAY in f.metadata and f.name not in without]  # type: ignore[arg-type]
         self._names = tuple((f.name, f"{name}.{f.name}") for f in declared)
         self.fields = tuple(_place(f, name, own, before.get(f.name)) for f in declared)
@@ -222,7 +224,8 @@ class StagingArena:
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.
         """
-        slot, window = self.begin(), self._window
+        slot = self.begin()
+        window = self._window
         place = self._place(bucket, slot)
         device_views = {}
         for name, array in arrays.items():
@@ -274,7 +277,8 @@ class _Buffers:
 
     def place(self, bucket: Bucket, slot: int) -> _Place:
         """Lay a bucket out in a buffer. Raises InvalidInputError when it is larger than the buffer."""
-        layout, capacity = layout_of(self.fields, bucket), len(self.host[slot])
+        layout = layout_of(self.fields, bucket)
+        capacity = len(self.host[slot])
         if layout.nbytes > capacity:
             raise InvalidInputError(f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {capacity}")
         views = {field.name: self._view(field, layout, slot) for field in self.fields}
@@ -286,7 +290,9 @@ class _Buffers:
         )
 
     def _view(self, field: Field, layout: ArenaLayout, slot: int) -> tuple[np.ndarray, Tensor]:
-        dtype, shape, start = np.dtype(field.dtype), layout.shapes[field.name], layout.offsets[field.name]
+        dtype = np.dtype(field.dtype)
+        shape = layout.shapes[field.name]
+        start = layout.offsets[field.name]
         stop = start + int(np.prod(shape)) * dtype.itemsize
         host = self.host[slot].numpy()[start:stop].view(dtype).reshape(shape)
         if self.remote is None:
@@ -297,7 +303,8 @@ class _Buffers:
 
 def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, Tensor]:
     """Views of `shape` of a field, host and device side. Raises InvalidInputError when the field is smaller."""
-    host, remote = place.host[name], place.remote[name]
+    host = place.host[name]
+    remote = place.remote[name]
     if len(shape) != host.ndim or any(n > most for n, most in zip(shape, host.shape, strict=True)):
         raise InvalidInputError(f"field {name}: array {shape} does not fit the bucket's {host.shape}")
     window = tuple(slice(0, n) for n in shape)

@@ -86,7 +86,8 @@ class QueryTiles:
         position = start[:, None] + within // groups
         place = np.empty(host.num_tokens * groups, np.int64)
         at = np.flatnonzero(real)
-        token, head = np.where(real, token, 0).reshape(-1), np.where(real, within % groups, 0).reshape(-1)
+        token = np.where(real, token, 0).reshape(-1)
+        head = np.where(real, within % groups, 0).reshape(-1)
         place[token[at] * groups + head[at]] = at
         return cls(
             row,
@@ -106,7 +107,8 @@ class QueryTiles:
         blocks; for the rows' pages their place in [rows, num_pages] and their logical page; row start and position,
         token and head of each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by
         one's strides."""
-        before, whole = self.whole_begin - self.begin, self.whole_end - self.whole_begin
+        before = self.whole_begin - self.begin
+        whole = self.whole_end - self.whole_begin
         partly = before + self.end - self.whole_end
         at = np.arange(max(_LEAST, int(partly.max(initial=0)), int(whole.max(initial=0))))
         logical = np.where(at < before[:, None], self.begin[:, None] + at, (self.whole_end - before)[:, None] + at)
@@ -189,7 +191,9 @@ class FlexBuilder:
 
     def build(self, metadata: CommonAttentionMetadata) -> FlexPlan:
         """Plan one batch. Never waits for the device. Raises InvariantError for a page that is not in the pool."""
-        group, key, host = self._group, self._key, metadata.host
+        group = self._group
+        key = self._key
+        host = metadata.host
         host.validate_pages(group.num_pages)
         groups = key.group_size
         tile = tile_size(int(host.query_lens.max(initial=1)) * groups)
@@ -254,12 +258,15 @@ class FlexBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        tokens, heads, groups = len(metadata.slot_mapping), key.num_kv_heads, key.group_size
+        tokens = len(metadata.slot_mapping)
+        heads = key.num_kv_heads
+        groups = key.group_size
         self._write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
         split = query[:tokens].unflatten(1, (heads, groups))  # [T, Hkv, G, Dk]
         packed = split[plan.token, :, plan.head].transpose(0, 1)[None]  # [1, Hkv, N, Dk]
         scale = _on_device(layer_kv.key_scale, self._device)
-        keys, values = _as_sequence(layer_kv.keys, layer_kv), _as_sequence(layer_kv.values, layer_kv)
+        keys = _as_sequence(layer_kv.keys, layer_kv)
+        values = _as_sequence(layer_kv.values, layer_kv)
         attended, log_sum = plan.kernel(packed, keys, values, scale, *plan.arrays)
         if sinks is not None:
             assert log_sum is not None
@@ -302,7 +309,8 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, d
             compiled kernel does not take.
     """
     check_causal(key, group.name, "flex")
-    where, elsewhere = f"group {group.name}: FlexAttention", "; use backend='torch'"
+    where = f"group {group.name}: FlexAttention"
+    elsewhere = "; use backend='torch'"
     if key.value_in_key:
         raise UnsupportedAttentionError(f"{where} does not serve MLA; use backend='flashinfer' or 'torch'")
     check_query_heads(key, where)

@@ -32,7 +32,9 @@ _EXACT_QUERIES = 64
 """Queries of a row in one segment of exact sums, whose keys in float64 stay in a processor's cache."""
 _LARGE = 1.5 * 2.0**52
 """A float64 whose last digit is 1: numbers that are added to it are rounded to integers."""
-_VECTOR, _EXPONENTIAL, _WEIGHT = 2.0**-21, 2.0**-32, 2.0**-27
+_VECTOR = 2.0**-21
+_EXPONENTIAL = 2.0**-32
+_WEIGHT = 2.0**-27
 """Steps of exact sums. A product of two vectors of 512 elements is less than 2**53 of its steps, a sum of 2**21
 exponentials, which are at most 1, as well, and a sum of weighted values less than 2**52."""
 
@@ -73,8 +75,10 @@ class TorchBuilder:
 
     def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device, exact: bool = False) -> None:
         """num_pages: size of the pool, including the null page. exact: a segment is one row's, of few queries."""
-        self._num_pages, self._exact = num_pages, exact
-        self._window, self._causal = key.window, key.causal
+        self._num_pages = num_pages
+        self._exact = exact
+        self._window = key.window
+        self._causal = key.causal
         self._groups = key.group_size
         self._device = device
         slopes = None if key.alibi is None else np.array(key.alibi, np.float32)
@@ -88,7 +92,9 @@ class TorchBuilder:
         """
         host = _in_blocks(metadata.host) if self._exact else metadata.host
         host.validate_pages(self._num_pages)
-        lens, rows, most = host.query_lens, np.arange(len(host.seq_lens)), 0 if self._exact else _SHORT_QUERY
+        lens = host.query_lens
+        rows = np.arange(len(host.seq_lens))
+        most = 0 if self._exact else _SHORT_QUERY
         if lens.min(initial=1) > 0 and lens.max(initial=0) <= most:
             return TorchPlan((self._segment(host, rows),))
         short = rows[(lens > 0) & (lens <= most)]
@@ -97,9 +103,14 @@ class TorchBuilder:
 
     def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
         """These rows [b] of a batch, padded to the longest query Q and the most keys S of them."""
-        lens, seqs, computed = host.query_lens[rows], host.seq_lens[rows], host.num_computed_tokens[rows]
-        num_queries, num_keys, page_size = int(lens.max()), int(seqs.max()), host.page_size
-        even, same = int(lens.min()) == num_queries, int(seqs.min()) == num_keys
+        lens = host.query_lens[rows]
+        seqs = host.seq_lens[rows]
+        computed = host.num_computed_tokens[rows]
+        num_queries = int(lens.max())
+        num_keys = int(seqs.max())
+        page_size = host.page_size
+        even = int(lens.min()) == num_queries
+        same = int(seqs.min()) == num_keys
         key, within = (
             np.arange(num_keys),
             np.minimum(np.arange(num_queries), lens[:, None] - 1),
@@ -141,10 +152,12 @@ class TorchBuilder:
 def _in_blocks(host: HostBatch) -> HostBatch:
     """Rows of up to 64 queries, several for a longer row."""
     counts = -(-host.query_lens // _EXACT_QUERIES)
-    owner, start = owners_of(counts), offsets_within(counts) * _EXACT_QUERIES
+    owner = owners_of(counts)
+    start = offsets_within(counts) * _EXACT_QUERIES
     lens = np.minimum(host.query_lens[owner] - start, _EXACT_QUERIES)
     before = host.num_computed_tokens[owner] + start
-    ends, table = starts_of(lens), host.block_table[owner]
+    ends = starts_of(lens)
+    table = host.block_table[owner]
     return replace(host, query_start_loc=ends, seq_lens=before + lens, num_computed_tokens=before, block_table=table)
 
 
@@ -159,9 +172,11 @@ class TorchBackend:
 
     def __init__(self, device: torch.device, exact: bool = False) -> None:
         """exact: batch-invariant by exact sums; without MLA and 8 bits."""
-        self._device, self._exact = device, exact
+        self._device = device
+        self._exact = exact
         if exact:
-            self.name, self.batch_invariant = "batch_invariant", True
+            self.name = "batch_invariant"
+            self.batch_invariant = True
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         kind = "by exact sums" if self._exact else "reference"
@@ -214,7 +229,8 @@ class TorchBackend:
             rows = segment.tokens
             part = _attend_segment(segment, key, query.index_select(0, rows), layer_kv, sinks)
             if segment.real is not None:
-                rows, part = rows[segment.real], part[segment.real]
+                rows = rows[segment.real]
+                part = part[segment.real]
             out.index_copy_(0, rows, part)
         return out
 
@@ -223,7 +239,8 @@ def _attend_segment(
     segment: Segment, key: AttentionSpec, query: Tensor, layer_kv: LayerKV, sinks: Tensor | None
 ) -> Tensor:
     rows, num_queries, num_keys = segment.shape
-    heads, groups = key.num_kv_heads, key.group_size
+    heads = key.num_kv_heads
+    groups = key.group_size
     q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
     k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
     k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
@@ -285,7 +302,9 @@ def _attend_folded(
     rounded queries, keys and values.
     """
     dtype = torch.float64 if exact else torch.promote_types(query.dtype, torch.float32)
-    q, k, v = query.to(dtype), key_states.to(dtype), value_states.to(dtype)
+    q = query.to(dtype)
+    k = key_states.to(dtype)
+    v = value_states.to(dtype)
     if not exact and key.softcap is None and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=key.scale)
     scores = (q @ k.transpose(-1, -2)) * key.scale  # [b, Hkv, G·Q, S]
@@ -305,7 +324,8 @@ def _attend_folded(
 def _mixed_exactly(scores: Tensor, v: Tensor) -> Tensor:
     """scores [b, Hkv, M, S or, with sinks, S+1], rounded values [b, Hkv, S, Dv] -> softmax of scores times values."""
     weights = _to_multiples(scores.sub_(scores.amax(-1, keepdim=True)).exp_(), _EXPONENTIAL)
-    total, weights = weights.sum(-1, keepdim=True), weights[..., : v.shape[2]]
+    total = weights.sum(-1, keepdim=True)
+    weights = weights[..., : v.shape[2]]
     size = _power_of_two(v.abs().amax(-1)).clamp_(min=1e-200)[:, :, None]  # of each key's values, zeros among them
     bound = _power_of_two(total) * (size * (weights > 0)).amax(-1, keepdim=True)  # 4 of it exceed the sum of products
     return _to_multiples(weights, bound / size * _WEIGHT) @ v / total

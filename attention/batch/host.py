@@ -131,7 +131,8 @@ class HostBatch:
         Raises:
             InvariantError: shapes, dtypes, lengths or slots contradict each other.
         """
-        rows, tokens = self.num_reqs, self.num_tokens
+        rows = self.num_reqs
+        tokens = self.num_tokens
         require(self.num_computed_tokens.shape == (rows,), "num_computed_tokens must be [B]")
         require(int(self.num_computed_tokens.min(initial=0)) >= 0, "num_computed_tokens must not be negative")
         require(len(self.block_table) == rows, "block_table must be [B, P]")
@@ -161,7 +162,8 @@ class HostBatch:
             InvariantError: a row lists another page.
         """
         pages = self.page_indices
-        lowest, highest = int(pages.min(initial=0)), int(pages.max(initial=0))
+        lowest = int(pages.min(initial=0))
+        highest = int(pages.max(initial=0))
         if lowest < 0 or highest >= num_pages:
             wrong = lowest if lowest < 0 else highest
             raise InvariantError(f"page {wrong} in the block table: the pool has pages 0 … {num_pages - 1}")

@@ -81,7 +81,8 @@ class CacheGroup:
             raise InvalidInputError(
                 f"group {self.name}: KV cache layout {self.layout!r}; allowed are {', '.join(get_args(KVLayout))}"
             )
-        scales, layers = len(self.format.scales), len(self.attention_specs)
+        scales = len(self.format.scales)
+        layers = len(self.attention_specs)
         if scales not in (0, layers):
             raise InvalidInputError(f"KV cache scales of {scales} layers were given; group {self.name} has {layers}")
         if self.format.dtype is not None and any(key.value_in_key for key in self.attention_specs):
@@ -158,7 +159,8 @@ def write(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> N
     for pages, states, scale in both[:1] if layer.value_in_key else both:
         stored = states.to(pages.dtype) if pages.dtype != FP8 else to_stored(states, FP8, scale)
         if pages.dtype == FP8:  # torch cannot index FP8 tensors, so pages are copied as bytes
-            pages, stored = pages.view(torch.uint8), stored.view(torch.uint8)
+            pages = pages.view(torch.uint8)
+            stored = stored.view(torch.uint8)
         if layer.layout == "NHD":
             pages.view(-1, *pages.shape[2:]).index_copy_(0, slot_mapping, stored)
         else:

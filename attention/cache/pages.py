@@ -277,7 +277,8 @@ class BlockTables:
         more = wanted - self._counts[rows]
         if more.any():  # in most rounds no row enters a new page
             self._check_fits(wanted, int(more.sum()))
-            fewer, greater = more < 0, more > 0
+            fewer = more < 0
+            greater = more > 0
             # First, so that pages given back serve the rows that grow: `_check_fits` counted them as free.
             for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
                 self._shrink(row, count)
@@ -286,7 +287,8 @@ class BlockTables:
             self.validate()
 
     def _check_fits(self, wanted: np.ndarray, growth: int) -> None:
-        width, free = self.table.shape[1], self.allocator.num_free
+        width = self.table.shape[1]
+        free = self.allocator.num_free
         if wanted.max() > width:
             raise InvalidInputError(
                 f"a row of {wanted.max()} pages was asked for; the block table is {width} pages wide"

@@ -196,7 +196,9 @@ class PrefixCache:
             tokens: [n] int32, the row's committed tokens; all of these pages are among them.
             first: logical index of pages[0]. pages: pages of the row, all entries final; 0: none.
         """
-        node, allocator, nodes = self._root(variant), self.windowed[group], self._windowed_nodes[group]
+        node = self._root(variant)
+        allocator = self.windowed[group]
+        nodes = self._windowed_nodes[group]
         end = first + max((i + 1 for i, page in enumerate(pages) if page), default=-first)
         for i, key in enumerate(self._keys(tokens[: end * self.page_size])):
             node = node.children.get(key) or self._add(node, key)
@@ -221,7 +223,8 @@ class PrefixCache:
                 have final entries; the tokens include the continuation after them.
             variant: the tree to register in.
         """
-        node, following = self._root(variant), self._following(tokens, len(head_pages))
+        node = self._root(variant)
+        following = self._following(tokens, len(head_pages))
         for i, key in enumerate(self._keys(tokens[: len(pages) * self.page_size])):
             child = node.children.get(key) or self._add(node, key)
             if i < len(head_pages):
@@ -295,12 +298,15 @@ class PrefixCache:
 
     def _keys(self, tokens: np.ndarray) -> list[bytes]:
         """The ids of every whole page as bytes."""
-        data, step = _bytes_of(tokens), _ID_BYTES * self.page_size
+        data = _bytes_of(tokens)
+        step = _ID_BYTES * self.page_size
         return [data[at : at + step] for at in range(0, len(data) - step + 1, step)]
 
     def _following(self, tokens: np.ndarray, num_pages: int) -> list[bytes]:
         """The ids after each of the first pages."""
-        data, step, width = _bytes_of(tokens), _ID_BYTES * self.page_size, _ID_BYTES * self.num_following
+        data = _bytes_of(tokens)
+        step = _ID_BYTES * self.page_size
+        width = _ID_BYTES * self.num_following
         require(num_pages * step + width <= len(data) or not num_pages, "a page's continuation is not known")
         return [data[at : at + width] for at in range(step, (num_pages + 1) * step, step)]
 
@@ -311,7 +317,8 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None or not (child.has_read if with_head else child.entries):
                 break
-            node, count = child, count + 1
+            node = child
+            count = count + 1
         return count
 
     def _offer(self, node: _Node, following: bytes, page: int, head: int) -> None:

@@ -25,9 +25,11 @@ from attention.kernels.packed_kernel import PrefixTiling, Scratch, SharedKeys
 from attention.spec import AttentionSpec
 from attention.staging import on_device
 
-LAUNCH_US, PREFIX_LAUNCH_US = 7.7, 2.0
+LAUNCH_US = 7.7
+PREFIX_LAUNCH_US = 2.0
 """Time of the packed kernel over few keys, from begin to end, and of the prefix kernel before it."""
-OWN_US_PER_MB, SHARED_US_PER_MB = 0.241, 0.187
+OWN_US_PER_MB = 0.241
+SHARED_US_PER_MB = 0.187
 """Reading keys: those that one row has, from memory (4.1 TB/s); those that flat attention reads for many rows, which
 are in the L2 cache after the first (5.3 TB/s)."""
 SUM_US_PER_MB = 2 * OWN_US_PER_MB
@@ -71,12 +73,14 @@ class CascadeCost:
 
     def flat_us(self, rows: int, prefix_keys: int, own_keys: int) -> float:
         """Time of flat attention over `rows` rows; own_keys: average keys of a row after the prefix."""
-        shared, own = self._key_megabytes(rows * prefix_keys), self._key_megabytes(rows * own_keys)
+        shared = self._key_megabytes(rows * prefix_keys)
+        own = self._key_megabytes(rows * own_keys)
         return LAUNCH_US + shared * SHARED_US_PER_MB + own * OWN_US_PER_MB
 
     def cascade_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
         """Time of attention in two levels; query_len: tokens of each row."""
-        tiling, tokens = self.tiling, rows * query_len
+        tiling = self.tiling
+        tokens = rows * query_len
         part_keys = max(-(-prefix_keys // tiling.parts), tiling.least_keys)
         parts = -(-prefix_keys // part_keys)
         tiles = -(-tokens * (self.num_q_heads // self.num_kv_heads) // tiling.queries)
@@ -201,14 +205,17 @@ def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost
     The kernels serve one class of rows at a time: the class that saves the most time, if any pays. Classes come in
     order of the keys that they leave out, and a class cannot save more than reading the keys of all its rows takes.
     """
-    computed, best, most = batch.num_computed_tokens[:rows], None, -math.inf
+    computed = batch.num_computed_tokens[:rows]
+    best = None
+    most = -math.inf
     for found in shared_prefixes(batch.block_table[:rows], computed, batch.page_size):
         if cost.reading_us(2 * found.num_keys_left_out) <= most:
             break
         own = int(computed[found.rows].mean()) + query_len - found.num_keys
         sizes = (len(found.rows), query_len, found.num_keys, own)
         if cost.saved_us(*sizes) > most and cost.pays(*sizes):
-            best, most = found, cost.saved_us(*sizes)
+            best = found
+            most = cost.saved_us(*sizes)
     return np.zeros(rows, np.int32) if best is None else best.pages_by_row(rows)
 
 
@@ -235,7 +242,9 @@ class SharedRows:
         self.cost = cost
         self._sent = np.zeros(len(shared.pages), np.int32).tobytes()
         self.num_copies = 0
-        self._left, self._width, self._begins = 0, 1, b""
+        self._left = 0
+        self._width = 1
+        self._begins = b""
         self._least = np.zeros(len(shared.pages), np.int32)  # keys that each row must have computed
 
     def update(self, batch: HostBatch) -> None:
@@ -253,7 +262,8 @@ class SharedRows:
         pages = worth_sharing(batch, rows, self._query_len, self.cost)
         if pages.tobytes() != self._sent:
             self.send(pages)
-        self._left, self._width = LOOK_AGAIN, max(1, int(pages.max()))
+        self._left = LOOK_AGAIN
+        self._width = max(1, int(pages.max()))
         self._least = pages * batch.page_size
         self._begins = batch.block_table[:rows, : self._width].tobytes()
 

@@ -137,7 +137,8 @@ def _best_first(block_table: np.ndarray, full: np.ndarray, page_size: int) -> It
 
 def _lead(block_table: np.ndarray, full: np.ndarray, group: _Group) -> np.ndarray:
     """[b] pages that each row of a group shares with the longest of them."""
-    rows, known = group.rows, group.known
+    rows = group.rows
+    known = group.known
     longest = rows[full[rows].argmax()]
     width = int(full[longest])
     own = block_table[longest, known:width]

@@ -50,7 +50,8 @@ class AbsorbedAttention:
 
     def attention_spec(self, expanded: AttentionSpec) -> AttentionSpec:
         """The AttentionSpec of the absorbed form, derived from the expanded form's. The scale is unchanged."""
-        latent, rope = self.latent_dim, expanded.head_dim_k - self.nope_dim
+        latent = self.latent_dim
+        rope = expanded.head_dim_k - self.nope_dim
         return replace(expanded, num_kv_heads=1, head_dim_k=latent + rope, head_dim_v=latent, value_in_key=True)
 
     def _up_projections(self) -> Tensor:

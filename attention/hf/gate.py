@@ -37,7 +37,8 @@ class ForwardGate:
 
     def enter(self, users: bool) -> None:
         """Take the gate, waiting for other threads; `users`: whether it is taken for the user's forward. Idempotent."""
-        mine, look_again = (get_ident(), users), time.monotonic() + _STALE
+        mine = (get_ident(), users)
+        look_again = time.monotonic() + _STALE
         while self._holder.setdefault(_HOLDER, mine) != mine:
             if time.monotonic() > look_again:
                 self._drop_stale()

@@ -29,7 +29,8 @@ _TUNED = ("attn_temperature_tuning", "use_rope", "attn_scale", "floor_scale")
 
 def chunk_size_of(module: nn.Module) -> int | None:
     """Positions per chunk of an attention module whose layer attends in chunks, or None."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
     types, chunk_size = (getattr(config, name, None) for name in ("layer_types", "attention_chunk_size"))
     if types is None or layer is None or chunk_size is None or types[layer] != "chunked_attention":
         return None

@@ -27,7 +27,8 @@ def padding_known(metadata: CommonAttentionMetadata) -> Iterator[None]:
 
     A token is padding where its slot lies in the null page. Its results are noise, and may be any finite numbers.
     """
-    before, _known.batch = _known.batch, (metadata.slot_mapping, metadata.host.page_size)
+    before = _known.batch
+    _known.batch = (metadata.slot_mapping, metadata.host.page_size)
     try:
         yield
     finally:

@@ -122,7 +122,8 @@ def recorded_calls(root: nn.Module) -> Iterator[list[AttentionCall]]:
             calls of one module.
     """
     calls: list[AttentionCall] = []
-    configs, dense = attention_configs(root), dense_stand_ins(root)
+    configs = attention_configs(root)
+    dense = dense_stand_ins(root)
     with guarded(root), attention_implementation(configs, _PROBE_NAME, dense):
         _recordings[get_ident()] = calls
         try:
@@ -150,7 +151,8 @@ def _record(
         raise UnsupportedAttentionError(f"attention '{_PROBE_NAME}' was called outside a probe")
     _refuse_unknown(module, attention_mask, kwargs)
     _refuse_second(module, calls)
-    attention_spec, latent = _attention_spec(module, query, key, value, kwargs), absorbed_attention(module)
+    attention_spec = _attention_spec(module, query, key, value, kwargs)
+    latent = absorbed_attention(module)
     calls.append(
         AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
     )
@@ -160,7 +162,8 @@ def _record(
 def _refuse_unknown(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     known = _KNOWN_ARGUMENTS
     if reads_indices(module):  # set by the replaced forwards, see `attention.hf.model_specific`
-        known, mask = known | {INDEX_ARGUMENT}, None if mask is None or mask.numel() == 1 else mask
+        known = known | {INDEX_ARGUMENT}
+        mask = None if mask is None or mask.numel() == 1 else mask
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in known)
     if unknown:
         raise UnsupportedAttentionError(

@@ -68,7 +68,8 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     Raises:
         SpecdecError: modules were switched to training mode meanwhile, so the results are invalid.
     """
-    mode, looked_at = root.training, [own.place() for own in modules if own.computes_otherwise]
+    mode = root.training
+    looked_at = [own.place() for own in modules if own.computes_otherwise]
     switched = [module for module in looked_at if module is not None]
     with borrowed((module, "training", False) for module in switched):
         yield
@@ -85,7 +86,8 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
 @functools.cache
 def _switches(cls: Any) -> tuple[str, ...] | None:
     """See `Trainable`; None where no function of a class looks at the mode."""
-    names, looks = set[str](), False
+    names = set[str]()
+    looks = False
     for base in cls.__mro__:
         if base in PreTrainedModel.__mro__:  # methods of a model other than its forward
             continue
@@ -96,7 +98,8 @@ def _switches(cls: Any) -> tuple[str, ...] | None:
                 own = {name for name in used if _SWITCH.search(name)}
                 if not own:
                     return ()
-                looks, names = True, names | own
+                looks = True
+                names = names | own
     return tuple(sorted(names)) if looks else None
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from attention.recurrence.state_rows import Padded, StateRows
 from attention.recurrence.states import DeltaRing, ScanRing
 
-_CHUNK, _VECTOR_CHUNK = 64, 16
+_CHUNK = 64
+_VECTOR_CHUNK = 16
 """Tokens of a chunk. With a gate per channel the decays between two tokens are vectors, so fewer."""
 _NORM_EPS = 1e-6
 
@@ -45,9 +46,12 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, ring:
     Returns:
         [T, C] in the dtype of x.
     """
-    width, size = weight.shape[1], ring.shape[1]
+    width = weight.shape[1]
+    size = ring.shape[1]
     lens = (rows.query_start_loc[1:] - rows.query_start_loc[:-1]).long()
-    starts, start, slots = rows.query_start_loc.long()[:-1], rows.start.long(), rows.slots.long()
+    starts = rows.query_start_loc.long()[:-1]
+    start = rows.start.long()
+    slots = rows.slots.long()
     num_tokens = int(rows.query_start_loc[-1])
     owner = torch.repeat_interleave(torch.arange(len(lens), device=x.device), lens, output_size=num_tokens)
     offset = torch.arange(num_tokens, device=x.device) - starts[owner]
@@ -191,7 +195,8 @@ def _scan_in_chunks(
     vector = g.dim() == 4
     gates = g if vector else g[..., None]
     q, k, v, gates, beta = (each.transpose(1, 2) for each in (q, k, v, gates, beta))
-    outputs, size = [], _VECTOR_CHUNK if vector else _CHUNK
+    outputs = []
+    size = _VECTOR_CHUNK if vector else _CHUNK
     for first in range(0, q.shape[2], size):
         own = slice(first, first + size)
         chunk = q[:, :, own], k[:, :, own], v[:, :, own], gates[:, :, own], beta[:, :, own]
@@ -215,7 +220,8 @@ def _chunk(
             return (x @ k.transpose(-1, -2)) * decay[..., 0]
         return torch.einsum("bhid,bhjd,bhijd->bhij", x, k, decay)
 
-    grown, weight = total.exp(), beta[..., None]
+    grown = total.exp()
+    weight = beta[..., None]
     if corrects:
         known = (k * grown) @ state.transpose(-1, -2)
         u = torch.linalg.solve_triangular(scores(k) * weight, (v - known) * weight, upper=False, unitriangular=True)

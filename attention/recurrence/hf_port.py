@@ -109,7 +109,8 @@ def _enter(module: nn.Module, args: Any) -> None:
     """The pre-hook of a module with recurrent calls."""
     entered = _traced if torch.compiler.is_compiling() else _entered.get(get_ident())
     if entered is not None:
-        entered.place, entered.calls = getattr(module, _BOUND, None), 0
+        entered.place = getattr(module, _BOUND, None)
+        entered.calls = 0
 
 
 _lock = RLock()
@@ -164,7 +165,8 @@ def _restore(file: ModuleType) -> None:
 def _renew_after_fork() -> None:
     """In a child process: end the forwards of threads that are not there."""
     global _lock
-    _lock, me = RLock(), get_ident()
+    _lock = RLock()
+    me = get_ident()
     for by_thread in (_serving, _entered):
         for thread in [thread for thread in by_thread if thread != me]:
             del by_thread[thread]
@@ -181,7 +183,8 @@ if hasattr(os, "register_at_fork"):
 def _replace(file: ModuleType) -> None:
     """Replace a file's functions by their stand-ins. Idempotent."""
     for name in STAND_INS:
-        now, key = vars(file).get(name), (file.__name__, name)
+        now = vars(file).get(name)
+        key = (file.__name__, name)
         made = _stand_ins.get(key)
         if now is None or (made is not None and now is made[1]):
             continue

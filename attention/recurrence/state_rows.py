@@ -101,8 +101,10 @@ def padded(rows: StateRows, members: Tensor, replay: Tensor, count: Tensor, firs
 
     Reads lengths on the host, which waits for a GPU, as only an oracle may.
     """
-    replay, count = replay[members].long(), count[members].long()
-    start, slots = rows.start[members].long(), rows.slots[members].long()
+    replay = replay[members].long()
+    count = count[members].long()
+    start = rows.start[members].long()
+    slots = rows.slots[members].long()
     begin = rows.query_start_loc[members].long()
     lens = replay + count
     most = int(lens.max()) if len(lens) else 0

@@ -55,7 +55,8 @@ class DeltaSpec:
 
     def shapes(self, rule: FoldRule, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot by name."""
-        size, heads = rule.ring_size, self.num_v_heads
+        size = rule.ring_size
+        heads = self.num_v_heads
         gate = (size, heads, self.k_dim) if self.vector_gate else (size, heads)
         return {
             "state": ((heads, self.v_dim, self.k_dim), torch.float32),

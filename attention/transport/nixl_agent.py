@@ -84,7 +84,8 @@ class NixlTransport:
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
-        self._bounds, self._memory = bounds, "DRAM" if device == "cpu" else "VRAM"
+        self._bounds = bounds
+        self._memory = "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)
         errors: _Errors = (*self.errors, RuntimeError)
         try:
@@ -114,7 +115,8 @@ class NixlTransport:
                 for rank in plan.source.ranks:
                     if segments := plan.of_rank(rank.rank):
                         peer = self._peer(plan, rank, segments)
-                        ours, theirs = peer.local.index(plan.local_blocks), peer.remote.index(plan.remote_blocks)
+                        ours = peer.local.index(plan.local_blocks)
+                        theirs = peer.remote.index(plan.remote_blocks)
                         lists = (peer.local_list, ours, peer.remote_list, theirs)
                         handles.append(self._agent.make_prepped_xfer("READ", *lists))
                         self._agent.transfer(handles[-1])
@@ -132,7 +134,8 @@ class NixlTransport:
             self.failed(plan.source.engine)
         agent = self._agent.add_remote_agent(base64.b64decode(rank.address["metadata"]))
         agent = agent.decode() if isinstance(agent, bytes) else agent
-        local, remote = Descriptors(segments, plan.local, True), Descriptors(segments, rank, False)
+        local = Descriptors(segments, plan.local, True)
+        remote = Descriptors(segments, rank, False)
         theirs = "DRAM" if rank.device == "cpu" else "VRAM"
         local_list = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local.rows(), self._memory)
         remote_list = self._agent.prep_xfer_dlist(agent, remote.rows(), theirs)
@@ -174,7 +177,8 @@ class NixlTransport:
     def close(self) -> None:
         """See `Transport.close`. A late read keeps the agent, and the memory it may write to, for good."""
         with self.lock:
-            agent, self._agent = self._agent, None
+            agent = self._agent
+            self._agent = None
             if agent is None:
                 return
             late = [read for read in self._late if not read.settled]
@@ -182,7 +186,8 @@ class NixlTransport:
             self._peers.clear()
             if self._registered is not None and not late:
                 agent.deregister_memory(self._registered)
-            self._registered, self._bounds = None, ()
+            self._registered = None
+            self._bounds = ()
 
 
 @dataclass(eq=False)

@@ -155,7 +155,8 @@ def _check_kinds(given: JsonObject, **kinds: type) -> None:
 
 def _checked(region: Region) -> Region:
     """The region itself. Raises HandoffMismatchError if its values cannot describe a region."""
-    given, kinds = vars(region), Region.__annotations__
+    given = vars(region)
+    kinds = Region.__annotations__
     bad = {name: value for name, value in given.items() if type(value).__name__ != kinds[name]}
     counts = {name: value for name, value in given.items() if kinds[name] == "int"}
     bad |= {name: value for name, value in counts.items() if name not in bad and not 0 <= value < _MOST}
@@ -194,7 +195,8 @@ def bind(group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> Bou
 
 
 def _bound(name: str, group: CacheGroup, tensor: Tensor, layer: LayerKV, head0: int) -> Bound:
-    heads, head_dim = tensor.shape[layer.slot_and_head[1]], tensor.shape[3]
+    heads = tensor.shape[layer.slot_and_head[1]]
+    head_dim = tensor.shape[3]
     if not tensor[0].is_contiguous():
         raise HandoffMismatchError(f"region {name}: a page's bytes do not lie together")
     raw = tensor.view(torch.uint8)
@@ -251,7 +253,8 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> Segments:
     for place, region in enumerate(local.regions):
         for start, stop, source, there in _sources(local.rank, region, sources):
             _check_layout(region, there)
-            at, own = there.offset_of(start), region.offset_of(start)
+            at = there.offset_of(start)
+            own = region.offset_of(start)
             length = (stop - start) * region.head_bytes
             segments.append(CopyRange(source.rank, source.by_name[region.name], at, place, own, length))
     extra = sorted({name for source in sources for name in source.by_name} - set(local.by_name))
@@ -269,7 +272,8 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tu
     for _, there in having:
         _check_stored(region, there)
     found: list[tuple[int, int, RankTable, Region]] = []
-    head, end = region.head0, region.head_range.stop
+    head = region.head0
+    end = region.head_range.stop
     while head < end:
         owners = [own for own in having if head in own[1].head_range]
         if not owners:
@@ -286,7 +290,8 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tu
 def _check_stored(here: Region, there: Region) -> None:
     """Compare how both sides store a region. Raises HandoffMismatchError: they differ."""
     for name in ("dtype", "page_size", "head_dim", "head_bytes", "group"):
-        ours, theirs = getattr(here, name), getattr(there, name)
+        ours = getattr(here, name)
+        theirs = getattr(there, name)
         if ours != theirs:
             raise HandoffMismatchError(
                 f"region {here.name}: {name} is {theirs} in the engine that read the prompt and {ours} in this one; "
@@ -333,7 +338,8 @@ class Descriptors:
         for i, region in enumerate(self._regions):
             own = found[self._first[i] : self._first[i + 1]]
             own[:, 0] = self._starts[i] + region.block_stride * np.arange(region.num_blocks)
-            own[:, 1], own[:, 2] = self._lengths[i], self._device
+            own[:, 1] = self._lengths[i]
+            own[:, 2] = self._device
         return found
 
     def index(self, blocks: Mapping[str, Sequence[int]]) -> np.ndarray:

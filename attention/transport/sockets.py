@@ -120,7 +120,8 @@ class SocketTransport(Granting):
                 continue  # the source is gone, and with it its pages
 
     def close(self) -> None:
-        server, self._server = self._server, None
+        server = self._server
+        self._server = None
         if server is not None:
             server.shutdown()
             server.server_close()
@@ -162,7 +163,8 @@ class SocketRead:
         synchronize(self.bounds)
 
     def _read_rank(self, peer: socket.socket, segments: Sequence[CopyRange], deadline: float) -> None:
-        plan, bounds = self.plan, self.bounds
+        plan = self.plan
+        bounds = self.bounds
         segments = [s for s in segments if plan.local_blocks[bounds[s.local].region.group]]  # a group may have none
         question = {
             "lease": plan.lease,
@@ -192,7 +194,8 @@ def _connected(address: JsonObject, deadline: float) -> socket.socket:
 
 
 def _exactly(peer: socket.socket, count: int, deadline: float) -> bytearray:
-    found, done = bytearray(count), 0
+    found = bytearray(count)
+    done = 0
     view = memoryview(found)
     while done < count:
         left = deadline - time.monotonic()

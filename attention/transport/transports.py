@@ -133,7 +133,8 @@ class Granting:
 
     def close(self) -> None:
         with self._lock:
-            self._bounds, self._granted = (), {}
+            self._bounds = ()
+            self._granted = {}
 
 
 class LocalTransport(Granting):
@@ -143,7 +144,8 @@ class LocalTransport(Granting):
     _engine = ""
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
-        self._engine, self._bounds = engine, bounds
+        self._engine = engine
+        self._bounds = bounds
         _open[engine] = self
         return {}
 

@@ -40,7 +40,8 @@ def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtyp
     Raises:
         UnsupportedAttentionError: dtype, widths, page size, number of heads, window, softcap or sinks.
     """
-    where, elsewhere = f"group {group.name}: FlashInfer's MLA", "; use backend='torch'"
+    where = f"group {group.name}: FlashInfer's MLA"
+    elsewhere = "; use backend='torch'"
     widths = (key.head_dim_v, key.head_dim_k - key.head_dim_v)
     if dtype not in HALF:
         raise UnsupportedAttentionError(f"{where} has no {dtype}, only float16 and bfloat16{elsewhere}")
@@ -157,7 +158,8 @@ class MlaBuilder:
 
     def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
         """Plan one batch from its host arrays. Never waits for the device."""
-        kernel, host = self._kernel, metadata.host
+        kernel = self._kernel
+        host = metadata.host
         tiles = Tiles.of(host.query_start_loc, kernel.num_heads, kernel.sms)
         keys = tiles.keys(host.seq_lens)
         split = SplitKV.of(tiles, keys)

@@ -25,7 +25,8 @@ from attention.checking import require
 from attention.staging import Arrays
 
 PAIRS = 64
-LEAST_KEYS, WHOLE_KEYS = 128, 256
+LEAST_KEYS = 128
+WHOLE_KEYS = 256
 """A reduction costs as much as reading some hundred keys. µs on an H200, 16 heads, KV chunks of up to 32, of 128, and
 no split-KV: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens
 20.9, 20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
@@ -186,7 +187,8 @@ class PlanLayout:
     def of(cls, tiles: Tiles, items: int, sms: int) -> PlanLayout:
         """Room for `items` items."""
         counts = dict.fromkeys(PER_ITEM, items) | dict.fromkeys(MERGES, sms) | {"work_indptr": tiles.clusters + 1}
-        starts, end = {}, 0
+        starts = {}
+        end = 0
         for name in ORDER:
             starts[name] = end
             end += -(-counts[name] // 4) * 4
@@ -201,7 +203,9 @@ class PlanLayout:
 
 def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: np.ndarray, host: HostBatch) -> None:
     """Write a whole plan for tiles with keys [T] of a batch; entries past the last item stay as they are."""
-    tile, row, count = split.tile, split.row, len(split.tile)
+    tile = split.tile
+    row = split.row
+    count = len(split.tile)
     require(count <= len(arrays["q_len"]), f"a plan has no room for {count} items")
     arrays["q_indptr"][:count] = tiles.query_start_loc[row]
     arrays["q_len"][:count] = tiles.query_lens[row]
@@ -218,7 +222,9 @@ def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: np.ndarray, ho
 
 def write_lengths(arrays: Arrays, split: SplitKV, keys: np.ndarray, host: HostBatch) -> None:
     """Update a plan whose KV chunks stay for other lengths: page offsets, lengths and last keys."""
-    tile, row, count = split.tile, split.row, len(split.tile)
+    tile = split.tile
+    row = split.row
+    count = len(split.tile)
     arrays["kv_indptr"][:count] = host.page_indptr[row]
     arrays["kv_len"][:count] = host.seq_lens[row]
     np.minimum(split.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
@@ -233,7 +239,9 @@ def _merges(tiles: Tiles, split: SplitKV, keys: np.ndarray) -> np.ndarray:
     counts = -(-width // share)
     at = owners_of(counts)
     offset = offsets_within(counts) * share[at]
-    tile, width = split_tiles[at], width[at]
-    start, place = tiles.start[tile], split.place[tile]
+    tile = split_tiles[at]
+    width = width[at]
+    start = tiles.start[tile]
+    place = split.place[tile]
     stop = start + np.minimum(offset + share[at], width)
     return np.stack([start + offset, stop, place + offset, place + split.num_chunks[tile] * width, width])

@@ -176,8 +176,11 @@ def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
 
 def _part(metadata: CommonAttentionMetadata, first: int, last: int, token: int, stop: int) -> Part:
     """Rows first … last - 1 of a batch, whose tokens are token … stop - 1."""
-    host, rows, starts = metadata.host, slice(first, last), slice(first, last + 1)
-    own, on_device = host.query_start_loc[starts], metadata.query_start_loc[starts]
+    host = metadata.host
+    rows = slice(first, last)
+    starts = slice(first, last + 1)
+    own = host.query_start_loc[starts]
+    on_device = metadata.query_start_loc[starts]
     return Part(
         own - token if token else own, host.page_indptr[starts], host.seq_lens[rows],
         on_device - token if token else on_device, metadata.page_indptr[starts], metadata.last_page_len[rows],

@@ -91,7 +91,8 @@ class TrtllmKernel:
 
     def __init__(self, workspace: Tensor, group: CacheGroup, key: AttentionSpec) -> None:
         """workspace: zeros at first, used by these kernels only."""
-        self.device, self.group = workspace.device, group
+        self.device = workspace.device
+        self.group = group
         self._workspace, self._key, self._sms = workspace, key, multiprocessors(workspace.device)
         self._counters = self._zeros(1)
 
@@ -156,7 +157,8 @@ class TrtllmBuilder:
         """Plan one batch. Never waits for the device."""
         host = metadata.host
         self._kernel.reserve(host.num_reqs)
-        tables, lens = metadata.block_table, metadata.seq_lens
+        tables = metadata.block_table
+        lens = metadata.seq_lens
         if tables is None:
             tables, lens = tables_of(metadata), keys_of(metadata)
         cut = first_long_row(host)
@@ -167,10 +169,13 @@ class TrtllmBuilder:
     def _launch(
         metadata: CommonAttentionMetadata, tables: Tensor, lens: Tensor, first: int, last: int, cut: int
     ) -> Launch:
-        host, rows = metadata.host, slice(first, last)
-        start, stop = int(host.query_start_loc[first]), int(host.query_start_loc[last])
+        host = metadata.host
+        rows = slice(first, last)
+        start = int(host.query_start_loc[first])
+        stop = int(host.query_start_loc[last])
         query_start = metadata.query_start_loc[first : last + 1]
-        seq_lens, key_start = lens[rows], None
+        seq_lens = lens[rows]
+        key_start = None
         if first == cut:
             query_start = query_start - start
             key_start = torch.zeros(last - first + 1, dtype=torch.int32, device=seq_lens.device)
@@ -183,9 +188,12 @@ class FixedTrtllmBuilder:
     """Batches of exactly `rows` rows with `query_len` tokens: one launch; block tables are sent when they change."""
 
     def __init__(self, kernel: TrtllmKernel, rows: int, query_len: int) -> None:
-        self._kernel, self._rows, self._query_len = kernel, rows, query_len
+        self._kernel = kernel
+        self._rows = rows
+        self._query_len = query_len
         kernel.reserve(rows)
-        shape, on_gpu = (rows, kernel.group.num_pages), kernel.device.type == "cuda"
+        shape = (rows, kernel.group.num_pages)
+        on_gpu = kernel.device.type == "cuda"
         with torch.inference_mode(False):  # made inside, it could not be written outside
             self._pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
             self._tables = torch.zeros(shape, dtype=torch.int32, device=kernel.device)
@@ -223,7 +231,8 @@ class FixedTrtllmBuilder:
 def tables_of(metadata: CommonAttentionMetadata) -> Tensor:
     """[B, W] int32 block tables on the device from the flat list of pages; 0 past a row's end."""
     width = int(metadata.host.page_counts.max(initial=1))
-    starts, pages = metadata.page_indptr, metadata.page_indices
+    starts = metadata.page_indptr
+    pages = metadata.page_indices
     at = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=pages.device)
     own = at < starts[1:, None]
     return torch.where(own, pages[torch.where(own, at, 0)], 0)

@@ -190,7 +190,8 @@ def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
 
 LEAST_BYTES = 256 << 20
 """Twice what FlashInfer's documentation recommends; MLA's partial results need 18 MB of it on 132 multiprocessors."""
-_SHORT_TILE, _LONG_TILE = 64, 128
+_SHORT_TILE = 64
+_LONG_TILE = 128
 _WIDE_HEAD = 256
 """From this head dimension on, tiles have 64 queries at most."""
 _ALIGNMENT = 16
@@ -222,7 +223,8 @@ def split_bytes(key: AttentionSpec, sms: int, shape: PlanShape | None = None) ->
     blocks = 2 * sms // key.num_kv_heads
     tile = _LONG_TILE if key.head_dim_v < _WIDE_HEAD else _SHORT_TILE
     if shape is not None:
-        rows, tokens = shape.rows, shape.tokens
+        rows = shape.rows
+        tokens = shape.tokens
         queries = (shape.query_len if tokens is None else tokens - rows + 1) * group
         tile = tile if queries > _SHORT_TILE else _SHORT_TILE
         tiles = rows * math.ceil(queries / tile) if tokens is None else math.ceil(tokens * group / tile) + rows - 1
@@ -415,10 +417,12 @@ def _sink_variant(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype) ->
     from flashinfer.jit.attention.variants import attention_sink_decl
 
     windowed = key.window is not None
-    q_name, kv_name = dtype_name(dtype), dtype_name(cache)
+    q_name = dtype_name(dtype)
+    kv_name = dtype_name(cache)
     name = f"specdec_sink_fa2_q_{q_name}_kv_{kv_name}_d{key.head_dim_k}_window_{windowed}"
     dims = (key.head_dim_k, key.head_dim_v)
-    tensors, scalars = (["sink"], ["float"]), (["sm_scale"], ["double"])
+    tensors = (["sink"], ["float"])
+    scalars = (["sm_scale"], ["double"])
     declared = ("AttentionSink", attention_sink_decl["fa2"])
     return {
         "jit_args": [name, dtype, cache, dtype, torch.int32, *dims, *tensors, *scalars, *declared],

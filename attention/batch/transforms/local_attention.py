@@ -127,7 +127,8 @@ def _virtual_rows(batch: HostBatch, chunk_size: int, row: np.ndarray, chunk: np.
     if isinstance(batch, WindowedBatch):  # which has no table, and would make one
         listed, begins = batch.page_indices, batch.page_indptr[:-1]
     else:
-        listed, begins = batch.block_table, np.arange(batch.num_reqs) * batch.block_table.shape[1]
+        listed = batch.block_table
+        begins = np.arange(batch.num_reqs) * batch.block_table.shape[1]
     pages = pages_from(listed, begins[row] + np.where(used, start // batch.page_size, 0), layout.counts)
     pages[layout.indptr[:-1][~used]] = 0  # the null page
     query_start_loc = np.zeros(len(row) + 1, np.int32)

@@ -60,7 +60,8 @@ def token_slices(batch: HostBatch, cuts: Sequence[int]) -> HostBatches:
         InvalidInputError: a cut outside 1 … T-1, not after the one before it, or no whole number.
     """
     bounds = np.array(_bounds(cuts, batch.num_tokens, "tokens"))
-    starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
+    starts = batch.query_start_loc[:-1]
+    ends = batch.query_start_loc[1:]
     first = np.searchsorted(ends, bounds, side="right")  # the row of token bounds[i]
     stop = np.maximum(first, np.searchsorted(starts, bounds))  # that row, or the one after it where it began before
     first[0] = 0
@@ -84,7 +85,8 @@ def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> Host
         InvalidInputError: the rows have extras: a cut inside a row would store recurrent states in its midst.
     """
     batch.refuse_extras("sliced")
-    rows, tokens = slice(first, stop), slice(start, end)
+    rows = slice(first, stop)
+    tokens = slice(start, end)
     starts = batch.query_start_loc[first : stop + 1]
     kept = np.clip(starts, start, end)
     computed = batch.num_computed_tokens[rows] + (kept - starts)[:-1]
