@@ -87,7 +87,8 @@ class LayerSpec:
                 f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
                 "query heads must be a multiple of key heads, and head_dim even"
             )
-        layers, window = self.windowed_layers, self.window
+        layers = self.windowed_layers
+        window = self.window
         if any(not 0 <= n < self.num_layers for n in layers) or (layers and (window is None or window < 1)):
             raise InvalidInputError(
                 f"a head of {self.num_layers} layer(s) with a sliding window of {window} positions in layers "

@@ -51,9 +51,12 @@ def drafts_of(
 
     Of M modules every one runs every row of every prefix. Where L < M, there are rows for L+1 drafts only.
     """
-    ids, drafts = token_ids, list[int]()
+    ids = token_ids
+    drafts = list[int]()
     for step in range(num_drafts):
-        hidden, rows, m = base, len(base), step % len(modules)
+        hidden = base
+        rows = len(base)
+        m = step % len(modules)
         positions = torch.arange(rows, device=ids.device)
         for k, module in enumerate(modules[: m + 1]):
             x = module.forward(ids[1 + k : 1 + k + rows], hidden, positions, full_attend(module, rows))
@@ -70,7 +73,8 @@ def block_drafts(
     head: BlockHead, token_ids: Tensor, aux_hidden_states: Tensor, num_drafts: int, choose: ChooseDraft
 ) -> list[int]:
     """`oracle_drafts` of a head that drafts in blocks: the whole context anew, and one mask over it and the block."""
-    length, device = len(aux_hidden_states), token_ids.device
+    length = len(aux_hidden_states)
+    device = token_ids.device
     context = head.context(head.fuse(aux_hidden_states), torch.arange(length, device=device))
     positions = torch.arange(length, length + head.block_size, device=device)
     ids = torch.full_like(positions, head.mask_token_id)

@@ -84,7 +84,8 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, self.factor = spec.frequencies(head_dim)
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
-        self.spec, self.head_dim = spec, head_dim
+        self.spec = spec
+        self.head_dim = head_dim
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         """Follow the module's device but stay float32: half-precision frequencies would move far positions."""
@@ -99,12 +100,14 @@ class Rotary(nn.Module):
             angles = self._dynamic_angles(positions + self.spec.first_position)[:, None]
         else:
             angles = (positions[:, None] * self.frequencies)[:, None]
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
     def _dynamic_angles(self, positions: Tensor) -> Tensor:
         """positions [T], as the head's own code counts them -> [T, D/2]."""
-        longest, factor = self.spec.max_positions, float(dict(self.spec.scaling)["factor"])
+        longest = self.spec.max_positions
+        factor = float(dict(self.spec.scaling)["factor"])
         lengths = (positions + 1).clamp_min(longest).float()
         growth = factor * lengths / longest - (factor - 1)  # of the base, to the power D / (D - 2); 1 up to `longest`
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)

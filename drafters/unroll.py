@@ -97,7 +97,8 @@ def unroll(head: ChainHead, token_ids: Tensor, aux_hidden_states: Tensor, steps:
     return outputs
 
 
-_MARGIN, _SIGMAS = 0.1, 4.0
+_MARGIN = 0.1
+_SIGMAS = 4.0
 """A gain is clear from this much on, and from this many standard errors on."""
 
 

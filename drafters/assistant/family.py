@@ -36,7 +36,8 @@ def load_head(
     from drafters.assistant.head import AssistantHead  # late: the head check asks every family for other readings
 
     if isinstance(path, PreTrainedModel):
-        assistant, report = path, None
+        assistant = path
+        report = None
     else:
         _check_another(locate(path) == _folder_of(model), path)
         report = describe_head(path, options)
@@ -83,7 +84,8 @@ def _check_vocabulary(assistant: PreTrainedModel, model: PreTrainedModel) -> Non
     """Raises HeadMismatchError: the sizes differ by more than padding, or a token has another id, where both tokenizers
     lie in files."""
     own, target = (each.config.get_text_config().vocab_size for each in (assistant, model))
-    ours, theirs = _ids_of_tokens(assistant), _ids_of_tokens(model)
+    ours = _ids_of_tokens(assistant)
+    theirs = _ids_of_tokens(model)
     padded = ours == theirs and max(ours.values(), default=own) < min(own, target)
     if own != target and not padded:
         raise HeadMismatchError(

@@ -31,7 +31,8 @@ from drafters.loops.tokens import TokenLoop
 _UNSERVED = {"has_sinks": "attention sinks", "chunk_size": "attention in chunks", "temperature": "tuned temperatures"}
 """Fields of an AttentionSpec that need more than keys, values and a window."""
 
-_ACCEPTED, _MOST_DRAFTS = 0.7, 8
+_ACCEPTED = 0.7
+_MOST_DRAFTS = 8
 """A draft's assumed chance to be accepted, given those before it, and the largest K that is chosen for a user."""
 
 
@@ -137,7 +138,8 @@ def paying_drafts(cost: float) -> tuple[int, float]:
 
 def _probed(model: PreTrainedModel) -> Probe:
     """The model's attention layers. Raises HeadLoadError: something in it cannot run over the head's pages."""
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
+    config = model.config.get_text_config()
     try:
         found = probe(model)
     except UnsupportedAttentionError as error:

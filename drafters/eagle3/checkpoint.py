@@ -160,7 +160,8 @@ def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides)
 
 
 def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec]:
-    folder, config = found.folder, found.folder.config
+    folder = found.folder
+    config = found.folder.config
     written = format_of(config)
     names = canonical_names(found.names, written.deep_norm)
     shapes = folder.shapes(names)
@@ -171,7 +172,8 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
         reason = "the target's embedding is read in its place, as the reference code does"
         ignored["ignored embedding"] = (unread, reason)
         spec, fields = resolve_eagle1(config, shapes, target, overrides)
-        kind, names = "EAGLE-1/2, SafeAILab", layer_names(names)
+        kind = "EAGLE-1/2, SafeAILab"
+        names = layer_names(names)
     else:
         require(found.layout, Layout.EAGLE3, config, found.names)
         spec, fields = resolve_spec(config, shapes, target, overrides)
@@ -185,7 +187,8 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
 
 def _new_head(spec: Eagle3Spec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> Eagle3Head:
     """The head with torch's own weights, sharing the target's tensors (a padded embedding is cut, not copied)."""
-    embedding, lm_head = target.embedding[: spec.vocab_size], target.lm_head[: spec.draft_vocab_size]
+    embedding = target.embedding[: spec.vocab_size]
+    lm_head = target.lm_head[: spec.draft_vocab_size]
     kind = Eagle1Head if isinstance(spec, Eagle1Spec) else Eagle3Head
     return kind(spec, embedding, lm_head, d2t, torch.device(device))
 
@@ -205,9 +208,11 @@ def target_of_files(path: CheckpointPath, overrides: Eagle3Overrides) -> TargetF
     opened = open_head(path)
     if opened.layout is not Layout.EAGLE1:
         require(opened.layout, Layout.EAGLE3, opened.folder.config, opened.names)
-    folder, config = opened.folder.path, overrides.applied(flattened(opened.folder.config))
+    folder = opened.folder.path
+    config = overrides.applied(flattened(opened.folder.config))
     sizes = {key: lookup(config, key) for key in ("hidden_size", "target_hidden_size", "vocab_size")}
-    hidden, vocab = sizes["target_hidden_size"] or sizes["hidden_size"], sizes["vocab_size"]
+    hidden = sizes["target_hidden_size"] or sizes["hidden_size"]
+    vocab = sizes["vocab_size"]
     if type(hidden) is not int or type(vocab) is not int:
         raise HeadLoadError(f"{folder}: config.json has no hidden_size or no vocab_size: {sizes}")
     lists = [ids for key in AUX_KEYS if isinstance(ids := lookup(config, key), list) and ids]

@@ -143,7 +143,8 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
     """
     if type(head) is not Eagle3Head:  # nor of EAGLE-1
         return ()
-    spec, found = head.spec, dict[str, OtherReading]()
+    spec = head.spec
+    found = dict[str, OtherReading]()
     for name, field, value, overrides, cause in _changes(spec, num_layers, rope_theta):
         other = replace(spec, **{field: value})
         if other != spec and str(value) not in found:
@@ -162,7 +163,8 @@ def _changes(
         " (SpecForge wrote true for heads trained with the state before the norm)" if feedback == "pre_norm" else ""
     )
     yield f"{feedback} state fed back", "feedback", feedback, {"feedback": feedback}, cause
-    key, other = "norm_before_residual", not spec.norm_before_residual
+    key = "norm_before_residual"
+    other = not spec.norm_before_residual
     cause = f"{key} is absent or wrong, and readers differ in its default"
     yield f"{key} = {str(other).lower()}", key, other, {key: other}, cause
     if rope_theta is not None and spec.rope.kind == "default":

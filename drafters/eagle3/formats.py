@@ -193,7 +193,8 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         HeadLoadError: no list of numbers, several that disagree, or DeepSpec's with the target's last layer.
         HeadMismatchError: a layer that the target does not have.
     """
-    layers, source = overrides.aux_layers, "chosen by the user"
+    layers = overrides.aux_layers
+    source = "chosen by the user"
     if layers is None:
         used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
         if not used.value:  # before the list, which NVIDIA ModelOpt writes as [] in this case
@@ -227,7 +228,8 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
         if key == NESTED_AUX_LAYERS and max(ids) == num_layers:
             meaning = NUMBERS  # no layer has the number num_layers
         elif key == NESTED_AUX_LAYERS and model_type in _DEEPSEEK and ids[0] != 1 and not lookup(config, AUX_LAYERS):
-            meaning, note = NUMBERS, f", as SGLang does for {model_type}"
+            meaning = NUMBERS
+            note = f", as SGLang does for {model_type}"
         listed[f"{place_of(config, key)} (read as {meaning}{note})"] = (
             tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
         )

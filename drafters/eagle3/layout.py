@@ -65,7 +65,8 @@ def canonical_names(names: Mapping[str, str], deep_norm: str) -> dict[str, str]:
             raise HeadLoadError(f"tensors {canonical[parameter]} and {name} are both {parameter}")
         canonical[parameter] = name
     for parameter in [name for name in canonical if _DEEP_NORM.fullmatch(name)]:
-        name, one = canonical.pop(parameter), _DEEP_NORM.sub(r"layers.\1.input_layernorm.\2", parameter)
+        name = canonical.pop(parameter)
+        one = _DEEP_NORM.sub(r"layers.\1.input_layernorm.\2", parameter)
         if one not in canonical or deep_norm == "hidden_norm":
             canonical[one] = name
     return canonical
@@ -92,7 +93,8 @@ def resolve_spec(
         HeadMismatchError: made for a target of another hidden size or vocabulary.
         HeadLoadError: the configuration is incomplete, contradictory or needs something unsupported.
     """
-    written, config = format_of(config), overrides.applied(flattened(config))
+    written = format_of(config)
+    config = overrides.applied(flattened(config))
     _refuse_deep_fusion(shapes)
     fields = (
         *_layer_fields(config, shapes, target, written.first_position),
@@ -111,7 +113,8 @@ def _layer_fields(config: Config, shapes: Shapes, target: TargetFacts, first_pos
         HeadLoadError, HeadMismatchError: see `resolve_spec`.
     """
     _refuse_unsupported(config)
-    layers, attention = _num_layers(config, shapes, target), "midlayer.self_attn."
+    layers = _num_layers(config, shapes, target)
+    attention = "midlayer.self_attn."
     present = partial(by_presence, config, shapes)
     return [
         *size_fields(config, target),
@@ -141,7 +144,8 @@ def resolve_eagle1(
             "aux_layers and feedback cannot be chosen for an EAGLE-1 head: it reads the target's last state and is fed "
             "its own output"
         )
-    config, norm = overrides.applied(flattened(config)), "midlayer.input_layernorm.weight"
+    config = overrides.applied(flattened(config))
+    norm = "midlayer.input_layernorm.weight"
     fields = (*_layer_fields(config, shapes, target), by_presence(config, shapes, "first_norm", norm))
     values = {field.name: field.value for field in fields}
     return Eagle1Spec(**values, draft_vocab_size=values["vocab_size"]), fields
@@ -174,7 +178,8 @@ def _refuse_unsupported(config: Config) -> None:
 
 
 def _refuse_deep_fusion(shapes: Shapes) -> None:
-    query, hidden = shapes.get("layers.1.self_attn.q_proj.weight"), shapes.get("layers.1.self_attn.o_proj.weight")
+    query = shapes.get("layers.1.self_attn.q_proj.weight")
+    hidden = shapes.get("layers.1.self_attn.o_proj.weight")
     if query is not None and hidden is not None and query[-1] == 2 * hidden[0]:
         raise HeadLoadError(
             "the head's further layers read [embedding, hidden] like its first (DeepSpec with draft_num_hidden_layers "

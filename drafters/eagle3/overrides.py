@@ -86,10 +86,12 @@ class Eagle3Overrides:
 
     def applied(self, config: PlacedConfig) -> PlacedConfig:
         """config.json with these keys replaced."""
-        changed, origins = dict(config), dict(config.origins)
+        changed = dict(config)
+        origins = dict(config.origins)
         for key, value in self.config:
             origins[key] = f"{key} (chosen by the user)"
-            place, (*parents, last) = changed, key.split(".")
+            place = changed
+            (*parents, last) = key.split(".")
             for parent in parents:
                 inner = place.get(parent)
                 place[parent] = dict(inner) if isinstance(inner, Mapping) else {}

@@ -112,7 +112,8 @@ class _TurnsLoop:
 
     def arrays(self, draft: DraftInput) -> DraftArrays:
         """All arrays of a round."""
-        prefill, steps = prefill_arrays(draft), step_arrays(draft.drafting, self.num_modules)
+        prefill = prefill_arrays(draft)
+        steps = step_arrays(draft.drafting, self.num_modules)
         passes = (prefill, *module_passes(prefill, draft, self.num_modules)) if self.num_modules > 1 else (prefill,)
         rows, pages = draft.block_table.shape
         size = LoopSize(rows, len(prefill.token_ids), pages, len(steps.batches) + 1)
@@ -221,7 +222,8 @@ def run_prefill(
         [B', H] of each module, its output at each request's last committed row: the input of the draft steps, and the
         vectors to carry. Undefined where a request has no such row yet.
     """
-    states, last = aux, []
+    states = aux
+    last = []
     for m, (module, each) in enumerate(zip(modules, passes, strict=True)):
         if m > 0:
             states = modules[m - 1].feedback(torch.cat([carried[m - 1], states]))
@@ -249,7 +251,8 @@ def run_steps(
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2 (the recursion); vllm-project/vllm, module index = step mod M.
     """
-    count, num_modules = inputs.num_drafting, len(modules)
+    count = inputs.num_drafting
+    num_modules = len(modules)
     if not count:
         return Draft(inputs.passes[0].token_ids.new_empty(0, 0), None)
     block = last[0][:count, None]  # [R, width, H]

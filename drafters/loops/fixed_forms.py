@@ -107,7 +107,9 @@ class FixedChain(_Fixed):
         self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """See `FixedLoop.prefill`; it has one pass."""
-        run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
+        run = self._prefill if compiled else self._plain.prefill
+        last_row = inputs.last_row
+        (own,) = positions
         if len(last_row) == 1:
             last_row = last_row.repeat(2)  # a single row would be compiled once more
         with self._plain.carrying(attend):
@@ -146,7 +148,8 @@ class FixedTokens(_Fixed):
         self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """See `FixedLoop.prefill`; it has one pass."""
-        read, last_row = self._read if compiled else self._head.read, inputs.last_row
+        read = self._read if compiled else self._head.read
+        last_row = inputs.last_row
         if len(last_row) == 1:
             last_row = last_row.repeat(2)  # a single row would be compiled once more
         with self._head.attending(attend):
@@ -201,8 +204,11 @@ class FixedModules(_Fixed):
         self, inputs: FixedPrefill, positions: Sequence[Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         assert inputs.carried is not None
-        rows, tokens, own = len(inputs.last_row), inputs.token_ids, inputs.carried
-        carried, hidden = self.carried[:, own.request_rows], self.hidden[:, :rows]
+        rows = len(inputs.last_row)
+        tokens = inputs.token_ids
+        own = inputs.carried
+        carried = self.carried[:, own.request_rows]
+        hidden = self.hidden[:, :rows]
         modules: Sequence[_Compiled | HeadPasses] = self._compiled if compiled else self._passes
         x = self._aux[: len(tokens)]
         for m, functions in enumerate(modules):
@@ -218,8 +224,10 @@ class FixedModules(_Fixed):
 
     def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None, draw: Draw) -> Tensor:
         """See `FixedLoop.step`: outputs [rows·w, H]."""
-        step, num_modules = index + 1, len(self._passes)
-        m, width = step % num_modules, step_width(step, num_modules)
+        step = index + 1
+        num_modules = len(self._passes)
+        m = step % num_modules
+        width = step_width(step, num_modules)
         x = before
         if step <= num_modules:  # one row more than the step before
             first = self.hidden[step - 1, :rows]

@@ -48,7 +48,8 @@ class TokenIndex:
     def __init__(self, least: int, longest: int) -> None:
         """least: tokens of the shortest match. longest: longer matches are not distinguished."""
         self.tokens: list[int] = []
-        self._least, self._longest = least, longest
+        self._least = least
+        self._longest = longest
         self._modulus = _BASE ** (least - 1)
         self._key = 0
         self._last: dict[int, int] = {}
@@ -97,7 +98,9 @@ class TokenIndex:
 
     def proposed(self, match: Match, most: int) -> list[int]:
         """See `propose`; fewer tokens where another text begins."""
-        first, end, count = match.place + 1, len(self.tokens), min(most, match.length * match.agreeing)
+        first = match.place + 1
+        end = len(self.tokens)
+        count = min(most, match.length * match.agreeing)
         found = self.tokens[first : first + count]
         while len(found) < count and end > first:
             found += self.tokens[first:end][: count - len(found)]
@@ -112,7 +115,9 @@ class TokenIndex:
 
     def _common(self, text: Sequence[int], place: int) -> int:
         """How many tokens up to `place` are those at the end of `text`, at most `longest`."""
-        tokens, i, most = self.tokens, len(text) - 1, min(self._longest, place + 1, len(text))
+        tokens = self.tokens
+        i = len(text) - 1
+        most = min(self._longest, place + 1, len(text))
         count = 0
         while count < most and tokens[place - count] == text[i - count]:
             count += 1
@@ -136,7 +141,9 @@ class SharedTexts:
 
     def __init__(self, least: int, longest: int, capacity: int) -> None:
         """least, longest: see `TokenIndex`."""
-        self._least, self._longest, self._half = least, longest, capacity // 2
+        self._least = least
+        self._longest = longest
+        self._half = capacity // 2
         self._old, self._new = TokenIndex(least, longest), TokenIndex(least, longest)
 
     @property
@@ -153,7 +160,9 @@ class SharedTexts:
 
     def propose(self, most: int, text: Sequence[int], longer_than: int) -> list[int]:
         """As `TokenIndex.propose`, of a match of more than `longer_than` tokens."""
-        index, match = self._new, self._new.longest(text)
+        index = self._new
+        match = self._new.longest(text)
         if (other := self._old.longest(text)).length > match.length:
-            index, match = self._old, other
+            index = self._old
+            match = other
         return index.proposed(match, most) if match.length > longer_than else []

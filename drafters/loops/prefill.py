@@ -177,7 +177,8 @@ def module_rows(
     stop = first_positions + lens
     starts = starts_of(lens)
     ends = starts[1:]
-    before, rows = (first_positions, starts), []
+    before = (first_positions, starts)
+    rows = []
     for m in range(1, num_modules):
         first = np.maximum(first_positions - m, least)
         count = np.maximum(stop - m, least) - first

@@ -91,7 +91,8 @@ def _write_steps(
     Returns:
         The block table, as wide as all rows need it, and the number of pages of each row in each step [K-1, rows].
     """
-    page_size, lens = rows.page_size, rows.committed_lens
+    page_size = rows.page_size
+    lens = rows.committed_lens
     active = rows.num_drafts > tokens.numbers
     active &= lens >= tokens.least
     np.add(lens, tokens.ahead, out=first)
@@ -111,7 +112,8 @@ def _write_steps(
 
 def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
     """Write each step's pages into page_indices [K-1, …]; counts: [K-1, rows]. Steps that enter no new page copy."""
-    used, same = 0, (counts[1:] == counts[:-1]).all(1).tolist()
+    used = 0
+    same = (counts[1:] == counts[:-1]).all(1).tolist()
     for step, own in enumerate(counts):
         if step and same[step - 1]:
             page_indices[step, :used] = page_indices[step - 1, :used]
@@ -151,7 +153,8 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
     >>> [step.positions.tolist() for step in step_arrays(rows, 2).batches]
     [[17, 6], [18, 19, 7, 8], [18, 19, 0, 1]]
     """
-    count, num_rows = int(rows.num_drafts.max(initial=1)) - 1, len(rows.num_drafts)
+    count = int(rows.num_drafts.max(initial=1)) - 1
+    num_rows = len(rows.num_drafts)
     if not count:
         return StepArrays((), None)
     tokens = step_tokens(num_rows, count, num_modules)
@@ -171,7 +174,8 @@ def step_arrays(rows: DraftingRows, num_modules: int = 1) -> StepArrays:
     pages = np.zeros((count, max(used)), np.int32)
     _write_step_pages(pages, table, counts)
     sent, query_lens = replace(sent, page_indices=pages, block_table=table), np.diff(sent.query_start_loc)
-    computed, batches = first.astype(np.int32), []
+    computed = first.astype(np.int32)
+    batches = []
     for step, own in enumerate(tokens.slices):
         batch = HostBatch(
             query_start_loc=sent.query_start_loc[step],
@@ -256,7 +260,8 @@ class StepBuffers:
 
     def __init__(self, shape: FixedShape, tokens: StepTokens, device: torch.device, bonus: int = 0) -> None:
         """bonus: tokens that the draft prefill reads after committed states, see `drafters.loops.base.ReadsBonus`."""
-        self._tokens, self._bonus = tokens, bonus
+        self._tokens = tokens
+        self._bonus = bonus
         self._lens = np.zeros(shape.rows, np.int64)
         self._num_drafts = np.zeros(shape.rows, np.int64)
         self._section = section = StepSection(1, table=False)
@@ -272,7 +277,8 @@ class StepBuffers:
 
     def send(self, rows: DraftingRows) -> tuple[HostBatches, Staged]:
         """See `FixedSteps.send`; the batches are views of the arena, valid until the round after the next."""
-        place, count = self._places[self._arena.begin()], len(rows.num_drafts)
+        place = self._places[self._arena.begin()]
+        count = len(rows.num_drafts)
         if not place.batches:
             return (), self._arena.end(self._bucket)
         if count < len(self._lens):

@@ -73,10 +73,12 @@ class TokenLoop:
 
     def arrays(self, draft: DraftInput) -> DraftArrays:
         """All arrays of a round; step s reads draft s at seq'+s."""
-        prefill, rows = token_prefill(draft), draft.drafting
+        prefill = token_prefill(draft)
+        rows = draft.drafting
         steps = step_arrays(replace(rows, committed_lens=rows.committed_lens + 1))
         count, pages = draft.block_table.shape
-        tokens, drafting = len(prefill.token_ids), len(rows.num_drafts)
+        tokens = len(prefill.token_ids)
+        drafting = len(rows.num_drafts)
         size = LoopSize(count, tokens - drafting, pages, len(steps.batches) + 1)
         return DraftArrays(size, draft.request_rows, drafting, (prefill,), steps)
 

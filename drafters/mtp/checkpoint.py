@@ -91,7 +91,8 @@ def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvent
         fields.append(ResolvedField("attention", ", ".join(dict.fromkeys(kind for kind, _ in kinds)), kinds[0][1]))
     first = {form.rename(rest) for rest in modules[0]}
     experts = {"*.experts.*" for name in first if ".experts." in name}
-    by_format, option = f"{form.name} checkpoints are read so", "option mtp_concat"
+    by_format = f"{form.name} checkpoints are read so"
+    option = "option mtp_concat"
     order = "hidden_first" if convention.hidden_first(form.hidden_first) else "embedding_first"
     given = "default" if convention.feedback == _BY_FORMAT.feedback else "option mtp_feedback"
     fields += [
@@ -129,7 +130,8 @@ def deepseek_tensors(head: MtpHead, layer: int) -> StateDict:
     Raises:
         HeadLoadError: the module has something that these checkpoints cannot hold.
     """
-    spec, state = head.spec, head.state_dict()
+    spec = head.spec
+    state = head.state_dict()
     if not spec.final_norm or spec.projection_bias or spec.mixers:
         raise HeadLoadError(
             f"a DeepSeek-style module has one block of attention and an MLP, a final norm and no bias in its "

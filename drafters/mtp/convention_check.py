@@ -28,7 +28,8 @@ _LEAST = 16
 """Fewest tokens of a text for a comparison."""
 _KNOWS = 0.7
 """A convention whose surprise is more than this share of log V nats per token has not been trained for this target."""
-_FIRST, _FED_BACK = range(1, 2), range(2, 5)
+_FIRST = range(1, 2)
+_FED_BACK = range(2, 5)
 """Numbers of the drafts that decide the projection's order and the feedback, whose effect grows per step."""
 
 
@@ -99,7 +100,8 @@ def compare_conventions(modules: Modules, token_ids: Tensor, states: Tensor, num
     for option, other, changes, drafts in others:
         chosen_nats = _nats(modules, token_ids, states, drafts)
         other_nats = _nats(_with_convention(modules, changes), token_ids, states, drafts)
-        limit, gain = _KNOWS * math.log(len(modules[0].target_lm_head)), Gain.of(chosen_nats - other_nats)
+        limit = _KNOWS * math.log(len(modules[0].target_lm_head))
+        gain = Gain.of(chosen_nats - other_nats)
         nats = float(chosen_nats.mean()), float(other_nats.mean())
         found.append(Comparison(option, other, *nats, gain, limit, len(chosen_nats)))
     return tuple(found)
@@ -130,13 +132,15 @@ def _with_convention(modules: Modules, changes: Mapping[str, Any]) -> Modules:
 
 def _nats(modules: Modules, token_ids: Tensor, states: Tensor, drafts: range) -> Tensor:
     """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
-    wanted, last = modules[0].target_choice(states), drafts[-1]
+    wanted = modules[0].target_choice(states)
+    last = drafts[-1]
     run = (
         _chain(modules, token_ids, states)
         if len(modules) > 1
         else unroll(modules[0], token_ids[None], states[None], last)
     )
-    rows, nats = len(token_ids) - last, []
+    rows = len(token_ids) - last
+    nats = []
     for draft in drafts:
         module = modules[(draft - 1) % len(modules)]
         scores = module.whole_logits(run[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
@@ -146,7 +150,9 @@ def _nats(modules: Modules, token_ids: Tensor, states: Tensor, drafts: range) ->
 
 def _chain(modules: Modules, token_ids: Tensor, states: Tensor) -> list[Tensor]:
     """Outputs [T, H] of each module, over the whole text and the output of the one before."""
-    hidden, positions, outputs = states, torch.arange(len(token_ids), device=token_ids.device), list[Tensor]()
+    hidden = states
+    positions = torch.arange(len(token_ids), device=token_ids.device)
+    outputs = list[Tensor]()
     for m, module in enumerate(modules):
         attend = TttAttend(module.attention_specs, 1, len(token_ids))
         outputs.append(module.forward(shift_left(token_ids[None], m + 1)[0], hidden, positions, attend))

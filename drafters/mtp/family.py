@@ -27,7 +27,8 @@ def load_head(
     Raises:
         HeadLoadError, HeadMismatchError, InvalidInputError: see `load_mtp`, `mtp_target` and `MtpConvention`.
     """
-    target, convention = mtp_target(model), _convention(options)
+    target = mtp_target(model)
+    convention = _convention(options)
     modules = load_mtp(path, target, model.dtype, model.device, convention)
     head = modules[0] if len(modules) == 1 else MtpStack(modules)
     head.checkpoint_report = describe_mtp(path, target, convention)

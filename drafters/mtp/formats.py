@@ -140,7 +140,8 @@ def dequantise(weights: StateDict, block: tuple[int, int]) -> StateDict:
     """
     plain = {name: tensor for name, tensor in weights.items() if not name.endswith(_SCALE)}
     for scale_name in weights.keys() - plain.keys():
-        name, scale = scale_name.removesuffix(_SCALE), weights[scale_name]
+        name = scale_name.removesuffix(_SCALE)
+        scale = weights[scale_name]
         if name not in plain:
             raise HeadLoadError(f"{scale_name} has no weight {name}")
         rows, columns = plain[name].shape

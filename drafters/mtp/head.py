@@ -80,7 +80,9 @@ class MtpHead(nn.Module):
         self._port = AttentionPort(self.blocks, calls)
 
     def build_modules(self, target: MtpTarget) -> None:
-        config, norm, size = block_config(target.config, self.spec), target.norm_class, self.hidden_size
+        config = block_config(target.config, self.spec)
+        norm = target.norm_class
+        size = self.hidden_size
         eps = target.norm_eps
         self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=self.spec.projection_bias)
@@ -96,7 +98,8 @@ class MtpHead(nn.Module):
 
     def _probe(self) -> Calls:
         """Run the blocks' attention on two dummy rows and record its requirements."""
-        weight, attentions = self.eh_proj.weight, self._attentions()
+        weight = self.eh_proj.weight
+        attentions = self._attentions()
         positions = torch.arange(2, device=self.target_embedding.device)[None]
         made = self._arguments(self.target_embedding.new_zeros(1, 2, 1), positions)
         arguments = {name: _moved(value, weight.device) for name, value in made.items()}
@@ -223,7 +226,9 @@ def _draft_on(modules: Sequence[MtpHead], target_ids: Tensor) -> None:
         ids = target_ids.to(lm_head.device, torch.int64, copy=True)
         rows = lm_head.index_select(0, ids)
     for module in modules:
-        module.target_ids, module.draft_rows, module.draft_vocab_size = ids, rows, len(ids)
+        module.target_ids = ids
+        module.draft_rows = rows
+        module.draft_vocab_size = len(ids)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

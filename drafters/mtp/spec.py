@@ -83,8 +83,11 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
         HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm` or `norm`, a `rotary_emb`
             where these take rotary embeddings, and an lm_head.
     """
-    decoder, head, config = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
-    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    layers = getattr(decoder, "layers", None)
+    rotary = getattr(decoder, "rotary_emb", None)
     last = None if layers is None else layers[-1]
     norm = next((n for name in _NORMS if (n := getattr(last, name, None)) is not None), None)
     eps = next((e for name in _NORM_EPS if (e := getattr(config, name, None)) is not None), None)
@@ -138,13 +141,17 @@ def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
     Raises:
         HeadLoadError: it is of a kind that a module cannot have.
     """
-    named, kinds = getattr(config, "mtp_layer_types", None), getattr(config, "layer_types", None)
+    named = getattr(config, "mtp_layer_types", None)
+    kinds = getattr(config, "layer_types", None)
     if named:
-        kind, source = named[min(module, len(named) - 1)], "config mtp_layer_types"
+        kind = named[min(module, len(named) - 1)]
+        source = "config mtp_layer_types"
     elif kinds and config.model_type in _AS_LAYER_0:
-        kind, source = kinds[0], f"config layer_types: a module of {config.model_type} is built as layer 0"
+        kind = kinds[0]
+        source = f"config layer_types: a module of {config.model_type} is built as layer 0"
     else:
-        kind, source = "full_attention", "default"
+        kind = "full_attention"
+        source = "default"
     if kind not in _SERVED_ATTENTION:
         raise HeadLoadError(
             f"the target's configuration says that module {module} has {kind!r} ({source}); modules with "
@@ -162,7 +169,8 @@ def block_config(config: PreTrainedConfig, spec: MtpSpec) -> PreTrainedConfig:
     Source: huggingface/transformers, configuration_utils.py (get_mtp_config) and the layer classes of deepseek_v3,
     glm4_moe, glm4_moe_lite, ernie4_5_moe, qwen3_next, qwen3_5, qwen3_5_moe and nemotron_h.
     """
-    block, experts = copy.deepcopy(config), spec.experts
+    block = copy.deepcopy(config)
+    experts = spec.experts
     changes = {
         "num_hidden_layers": spec.num_blocks,
         "layer_types": list(spec.mixers) or [spec.attention],

@@ -16,7 +16,8 @@ from drafters.errors import RunFolderError
 
 MANIFEST = "manifest.json"
 """Lists every other file of a folder with its size and hash; written last."""
-_PARTIAL, _OLD = ".partial", ".old"
+_PARTIAL = ".partial"
+_OLD = ".old"
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -47,7 +48,8 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
     Raises:
         RunFolderError: it cannot be written.
     """
-    partial, old = path.with_name(path.name + _PARTIAL), path.with_name(path.name + _OLD)
+    partial = path.with_name(path.name + _PARTIAL)
+    old = path.with_name(path.name + _OLD)
     try:
         _remove(partial, old)
         partial.mkdir(parents=True)

@@ -62,7 +62,8 @@ def training_batches(
         batches = epoch_order(answers.lengths, batch_size, seed, epoch)
         for number in range(skip, len(batches)):
             yield collate(answers, batches[number], pad_multiple, device, (seed, epoch, number))
-        epoch, skip = epoch + 1, 0
+        epoch = epoch + 1
+        skip = 0
 
 
 def held_out_batches(answers: AnswerSet, batch_size: int, pad_multiple: int, device: torch.device) -> Iterator[Batch]:
@@ -150,7 +151,9 @@ def evaluate_batch(
     """
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
     probabilities, known = draft_targets(logits, ids)
-    losses, accepted, possible = [], [], []
+    losses = []
+    accepted = []
+    possible = []
     right = torch.ones_like(batch.answer)  # of the whole chain so far: one wrong draft ends it
     for step, x in enumerate(unroll(head, batch.token_ids, aux_hidden_states, steps)):
         scores = head.logits(x).view(*batch.token_ids.shape, -1)  # [B, S, Vd]

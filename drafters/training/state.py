@@ -87,7 +87,8 @@ class TrainConfig:
 FREE_SETTINGS = ("log_every", "keep_checkpoints", "checkpoint_every")
 """Settings that may differ between a run and its continuation: they do not change the result."""
 _NAME = re.compile(r"step-(\d+)")
-_STATE, _EVALUATION = "trainer.pt", "evaluation.json"
+_STATE = "trainer.pt"
+_EVALUATION = "evaluation.json"
 _PARTS = ("step", "data", "head", "optimizer", "scheduler", "history", "rng", "cuda_rng")
 """Keys of the state in trainer.pt."""
 
