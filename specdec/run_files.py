@@ -151,8 +151,10 @@ class KeptLines:
             SpecdecError: of the class `error`: another process has the run, it has other settings, or it is damaged.
             OutputError: it cannot be written.
         """
-        self.path, self._shown = path, shown or path
-        self._synced, self._file = time.monotonic(), None
+        self.path = path
+        self._shown = shown or path
+        self._synced = time.monotonic()
+        self._file = None
         self._lock = locked(lock, lambda why: self.error(f"{self._shown} {why} {self.remedy}")).lock
         try:
             if settings is not None:
@@ -172,7 +174,8 @@ class KeptLines:
 
     def close(self) -> None:
         """Write what is left to the disk and release the run. Idempotent."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         try:
             if file is not None:
                 with writing(self.path), file:

@@ -26,7 +26,8 @@ _IMPORTING = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_ext
 
 def warn_user(message: str) -> None:
     """Warn with a SpecdecWarning at the first line outside of this library; in its commands, at that of the script."""
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     packages = {*_OURS, str(frame.f_globals["__name__"]).partition(".")[0]}
     folders = tuple(f"{_ROOT / package}{os.sep}" for package in packages)
     while frame.f_back is not None and _is_in(frame, folders):
@@ -55,7 +56,8 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
 
 def busy_cores(threads: int) -> str:
     """Why so many threads of torch would wait for cores that are in use, and what to set; "" where they would not."""
-    cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if threads == 1 or load <= _BUSY * cores:
         return ""
     return (

@@ -68,7 +68,8 @@ def least_bytes(value: Any, most: int) -> int:
     >>> least_bytes({"a": ["b", 1]}, 100), least_bytes(["b"] * 1000, 10) > 10
     (13, True)
     """
-    found, inside = 0, [value]
+    found = 0
+    inside = [value]
     while inside and found <= most:
         own = inside.pop()
         if isinstance(own, str):

@@ -57,7 +57,8 @@ def accept_sampled(drafts: Tensor, num_drafts: Tensor, inputs: SampledInputs) ->
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
     """
-    p, q = inputs.target_probs, inputs.draft_probs
+    p = inputs.target_probs
+    q = inputs.draft_probs
     p_draft = p[:, :-1].gather(2, drafts[:, :, None])[:, :, 0]  # [B, K]
     q_draft = torch.ones_like(p_draft) if q is None else q.gather(2, drafts[:, :, None])[:, :, 0]
     num_accepted = _leading(inputs.accept_uniform * q_draft < p_draft, num_drafts)

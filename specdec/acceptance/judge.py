@@ -99,7 +99,8 @@ def filled_drafts(round_: DeviceRound, token_ids: Tensor, draft: Draft | None) -
 
 def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
     """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
-    sampling, index = round_.sampling, round_.logit_index
+    sampling = round_.sampling
+    index = round_.logit_index
     if sampling is None:
         return judge_greedy(greedy_ids(logits)[index], round_, draft)
     if sampling.seed is not None:

@@ -89,7 +89,9 @@ class Conversation:
         template: Options | None = None,
     ) -> None:
         """params: of every answer. system: the first message, which /reset keeps. template: options of `stream`."""
-        self._model, self._params, self._template = model, params, dict(template or {})
+        self._model = model
+        self._params = params
+        self._template = dict(template or {})
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._first)
         self.done: list[Completion] = []

@@ -183,7 +183,8 @@ def _built_for(torch: Any) -> str:
 def hints(device: Json) -> list[str]:
     """What would run, but slower than it could."""
     if not device.get("GPUs"):
-        built, busy = device.get("torch built for", ""), busy_cores(device.get("CPU threads", 1))
+        built = device.get("torch built for", "")
+        busy = busy_cores(device.get("CPU threads", 1))
         text = "; torch is built for CUDA and would use one" if built.startswith("CUDA") else ""
         return [f"no GPU: the torch backend serves on the CPU{text}", *filter(None, [busy])]
     if version_of("flashinfer-python") is None and str(device["torch built for"]).startswith("CUDA"):
@@ -258,5 +259,6 @@ def _word(value: Any) -> str:
 
 def _short(path: str | Path) -> str:
     """A path with the home folder as ~."""
-    home, text = str(Path.home()), str(path)
+    home = str(Path.home())
+    text = str(path)
     return f"~{text[len(home) :]}" if text == home or text.startswith(home + os.sep) else text

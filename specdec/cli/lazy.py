@@ -71,7 +71,8 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], adds: bool = False, **kwargs: Any) -> None:
         """adds: with the commands that other packages add."""
         super().__init__(*args, **kwargs)
-        self.lazy, self._adds = lazy, adds
+        self.lazy = lazy
+        self._adds = adds
 
     @cached_property
     def plugins(self) -> Mapping[str, Plugin]:
@@ -201,5 +202,6 @@ def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin
             raise PluginError(
                 f"{plugin.distribution} adds the command {name!r}, which {owners[name]} has; uninstall one"
             )
-        found[name], owners[name] = plugin, plugin.distribution
+        found[name] = plugin
+        owners[name] = plugin.distribution
     return found

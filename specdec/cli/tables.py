@@ -104,10 +104,13 @@ def _millions(count: int) -> str:
 def fit_lines(facts: Json) -> list[str]:
     """That what was loaded fits: target and head each other, the cache the requested sizes. Else loading had failed."""
     engine = facts["engine"]
-    error, run = human("error", facts["self_test_error"]), facts["self_test"]
+    error = human("error", facts["self_test_error"])
+    run = facts["self_test"]
     lines = [f"the target passes its self-test (relative error {error}; tests at this start: {run})"]
     if facts["head"] is not None:
-        known, whole, rows = facts["draft_vocab_size"], facts["vocab_size"], facts["draft_rows_bytes"]
+        known = facts["draft_vocab_size"]
+        whole = facts["vocab_size"]
+        rows = facts["draft_rows_bytes"]
         gathered = "" if rows is None else f" ({size(rows)} of lm_head, gathered)"
         lines.append(
             f"target and head fit: {facts['head']} reads {len(facts['aux_layers'])} hidden states of the target and "

@@ -135,7 +135,8 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     from drafters.checkpoints.tensor_files import locate
     from specdec.loading.names import resolve
 
-    source, revision = module or options["model"], options["revision"]
+    source = module or options["model"]
+    revision = options["revision"]
     if module is None and revision is not None:
         source = str(locate(source, revision))
     _run(options, "mtp", {"module": resolve(source), "mtp_concat": mtp_concat, "mtp_feedback": mtp_feedback})
@@ -188,7 +189,8 @@ def _run(options: Options, family: str, chosen: Options) -> None:
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
     config = TrainConfig(**only(options, TrainConfig.__dataclass_fields__))
     asked = [read_questions(path) for path in options["data"]]
-    output, console = options["output"], Console()
+    output = options["output"]
+    console = Console()
     check_writable(output)
     load = load_options_of({name: options[name] for name in offered("train")}, cuda_graphs=False)
     model = SpeculativeModel.from_pretrained(options["model"], **load.as_arguments())

@@ -56,7 +56,8 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Compi
     if regions is None:
         return _compiled(module, example_inputs)
     compiled: dict[str, Compiled] = {}
-    graph, made = Graph(), dict[Node, Node]()
+    graph = Graph()
+    made = dict[Node, Node]()
     for node in module.graph.nodes:
         if node.op in _GIVEN:
             made[node] = graph.node_copy(node)
@@ -78,7 +79,8 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Compi
 
 def cut(graph: Graph) -> tuple[_Region, ...] | None:
     """The regions of a graph in order; None where it is to be compiled as it is."""
-    attentions, parts = _attentions(), list[list[Node]]([[]])
+    attentions = _attentions()
+    parts = list[list[Node]]([[]])
     for node in graph.nodes:
         if node.target in attentions:
             parts.append([])
@@ -155,7 +157,8 @@ def _named(function: Compiled, name: str) -> Compiled:
 
 def _module_of(module: GraphModule, region: _Region) -> GraphModule:
     """The region as a separate graph: its inputs -> tuple of its outputs."""
-    graph, made = Graph(), dict[Node, Node]()
+    graph = Graph()
+    made = dict[Node, Node]()
     for place, node in enumerate(region.inputs):
         made[node] = graph.placeholder(f"input_{place}")
         made[node].meta = node.meta.copy()

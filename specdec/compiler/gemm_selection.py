@@ -37,7 +37,8 @@ class ChoiceStore:
 
     def __init__(self, gpu: str, version: int, folder: Path | None = None) -> None:
         """gpu: its name and whatever else changes its timings."""
-        self._gpu, self._version = gpu, version
+        self._gpu = gpu
+        self._version = version
         name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{gpu} cublaslt {version}")
         self.path = (cache_folder() / "products" if folder is None else folder) / f"{name}.json"
 
@@ -86,7 +87,8 @@ FINALISTS = 4
 NEAR = 1.08
 """Algorithms that are slower than the best by more in a brief timing are no finalists. More or slower finalists changed
 none of 192 choices on an H200 (docs/log/starts.md)."""
-_SPAN_US, _MOST_CALLS = 400, 4
+_SPAN_US = 400
+_MOST_CALLS = 4
 """A long timing is this many microseconds of calls, but at most this many calls: more calls of a long matmul add
 nothing."""
 LEAST_GAIN = 0.02
@@ -162,7 +164,8 @@ class GpuTimer:
         return True
 
     def _span(self, launch: Launch, calls: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         self._long.sum()  # the long read of the class's docstring; its result is not used
         start.record()
         for weight in islice(self._weights, calls):
@@ -214,10 +217,13 @@ def choose(
 
     timer: made of the weights and the number of tokens of one shape.
     """
-    tally, started, kept = Tally(len(wanted)), clock(), store.read()
+    tally = Tally(len(wanted))
+    started = clock()
+    kept = store.read()
     new: dict[ProductShape, Algorithm | None] = {}
     for shape, weights in sorted(wanted.items(), key=lambda each: (each[0].tokens, -sum(w.nbytes for w in each[1]))):
-        matmul, algorithm = library.matmul(shape), kept.get(str(shape))
+        matmul = library.matmul(shape)
+        algorithm = kept.get(str(shape))
         if str(shape) in kept and (algorithm is None or matmul.supports(algorithm)):
             tally.read += 1
         elif clock() - started < most_seconds:

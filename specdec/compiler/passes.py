@@ -119,7 +119,8 @@ def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
     if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
         return None
     *biases, x, transposed = node.args
-    weight, bias = _transposed_input(transposed), biases[0] if biases else None
+    weight = _transposed_input(transposed)
+    bias = biases[0] if biases else None
     if weight is None or dtype_of(x) not in HALF or (bias is not None and shape_of(bias) != shape_of(weight)[:1]):
         return None
     return x, weight, bias
@@ -147,12 +148,14 @@ def norm_at_once(graph: Graph) -> None:
         norm = match(_NORM, node)
         if norm is None or not _is_of_hidden_states(**norm):
             continue
-        total, others = norm["x"], (norm["weight"], norm["eps"])
+        total = norm["x"]
+        others = (norm["weight"], norm["eps"])
         if not calls(total, aten.add.Tensor) or total.kwargs or not all(alike(arg, total) for arg in total.args):
             replace(graph, node, _OURS.rms_norm, (total, *others))
             continue
         with graph.inserting_before(total):
-            args, values = (*total.args, *others), (value_at(total), value_at(node))
+            args = (*total.args, *others)
+            values = (value_at(total), value_at(node))
             new_total, normed = call_of_many(graph, _OURS.add_rms_norm, args, values)
         total.replace_all_uses_with(new_total)
         node.replace_all_uses_with(normed)
@@ -180,7 +183,9 @@ def rotate_at_once(graph: Graph) -> None:
         found = match(_ROTATION, node)
         if found is None or not _is_of_heads(**found):
             continue
-        x, cos, sin = found["x"], found["cos"], found["sin"]
+        x = found["x"]
+        cos = found["cos"]
+        sin = found["sin"]
         query, rotated_query = waiting.pop((cos, sin), (None, node))
         if query is None or _needs(x, rotated_query, place):
             waiting[cos, sin] = x, node
@@ -248,7 +253,8 @@ def gate_at_once(graph: Graph) -> None:
 
 def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
     """Whether `node` is computed from `other`."""
-    found, stack = {node}, [node]
+    found = {node}
+    stack = [node]
     while stack:
         if (current := stack.pop()) is other:
             return True
@@ -302,7 +308,8 @@ def _is_choice(node: Node) -> bool:
     value = value_at(node.args[0])
     if value is None or value.dim() != 2 or value.dtype not in _COMPUTED or node.kwargs:
         return False
-    experts, (chosen, *others) = value.shape[1], node.args[1:]
+    experts = value.shape[1]
+    (chosen, *others) = node.args[1:]
     few = isinstance(experts, int) and experts <= MOST_EXPERTS and isinstance(chosen, int) and chosen <= _MOST_CHOSEN
     return few and tuple(others) in ((), (-1,), (1,), (-1, True), (1, True), (-1, True, True), (1, True, True))
 

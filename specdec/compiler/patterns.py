@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
 Arguments = tuple[Any, ...]
 Found = dict[str, Any]

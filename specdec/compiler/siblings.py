@@ -56,8 +56,11 @@ class _Sibling(nn.Module):
     ) -> None:
         """Make `own` a view of rows start … start + out_features of the fused tensors, which hold its values."""
         own.__class__ = cls
-        own.rows, own.holders = slice(start, start + own.out_features), set()
-        own.fused_weight, own.fused_bias, own.fused_scale = fused_weight, fused_bias, fused_scale
+        own.rows = slice(start, start + own.out_features)
+        own.holders = set()
+        own.fused_weight = fused_weight
+        own.fused_bias = fused_bias
+        own.fused_scale = fused_scale
         for parameter, part in own.parts():
             parameter.data = part
 
@@ -129,7 +132,8 @@ def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alter
         if module.is_stale:
             module.part()
     count = _fuse_groups(root, run)
-    siblings, holder = [module for module in root.modules() if isinstance(module, _Sibling)], object()
+    siblings = [module for module in root.modules() if isinstance(module, _Sibling)]
+    holder = object()
     for module in siblings:
         module.holders.add(holder)
     alterations.on_undo(partial(_let_go, siblings, holder, attention_configs(root)))

@@ -99,7 +99,8 @@ class Feeding(Iterator[Fed], Generic[T]):
             new = self._open([item for _, item in group])
             firsts = [request.sample_index == 0 for request in new.unread]
             if self._stream is None:
-                self._stream, places = new, range(len(firsts))
+                self._stream = new
+                places = range(len(firsts))
             else:
                 places = self._stream.take_over(new)
         except InvalidInputError as error:

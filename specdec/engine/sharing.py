@@ -153,7 +153,8 @@ class SharedEngine:
             InvalidInputError: a request is refused, see `Engine.submit`; then no request of the call is queued.
             QueueFullError, DrainingError: likewise. SpecdecError: called from inside a round.
         """
-        own, asked = call or Call(), time.perf_counter() if part is None else part.made
+        own = call or Call()
+        asked = time.perf_counter() if part is None else part.made
         try:
             with self.between_rounds():
                 self._queue(own, requests, time.perf_counter() - asked)

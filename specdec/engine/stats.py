@@ -111,7 +111,8 @@ class Counters:
         """New tokens of a round; now: in time.perf_counter seconds."""
         tokens = sum(len(update.token_ids) for update in updates)
         second = int(now)
-        self.reported, self.last = self.reported + tokens, now
+        self.reported = self.reported + tokens
+        self.last = now
         place = second % len(self._lately)
         then, before = self._lately[place]
         self._lately[place] = second, tokens + before * (then == second)
@@ -134,7 +135,8 @@ class Counters:
         counts = requests + 1, tokens + len(completion.token_ids)
         self._finished = (*counts, verified + pooled.rounds, emitted + pooled.emitted)
         is_new = self._drafted < _JUDGED
-        self._drafted, self._accepted = self._drafted + pooled.drafted, self._accepted + pooled.accepted
+        self._drafted = self._drafted + pooled.drafted
+        self._accepted = self._accepted + pooled.accepted
         if has_head and is_new and self._drafted >= _JUDGED and 100 * self._accepted < self._drafted:
             with suppress(SpecdecWarning):  # as an error it would end a round in which nothing is wrong
                 warn_user(

@@ -138,7 +138,8 @@ class Stream(Iterator[StreamUpdate]):
     def _queued(self) -> Call | None:
         """The call, queued now if the stream is unread; None after `close`."""
         if self._requests is not None:
-            requests, self._requests = self._requests, None
+            requests = self._requests
+            self._requests = None
             self._call = self._shared.submit(requests, self._check)
             self._pass_on_cancelled()
         return self._call
@@ -155,7 +156,9 @@ class Stream(Iterator[StreamUpdate]):
         >>> next(stream, None), model.usage().requests
         (None, 0)
         """
-        call, self._call, self._requests = self._call, None, None
+        call = self._call
+        self._call = None
+        self._requests = None
         if call is not None:
             self._shared.abandon(call)
 

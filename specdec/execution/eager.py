@@ -35,7 +35,8 @@ class EagerExecutor:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self._draws, self._keys = config.draws_drafts, config.keys_drafts
+        self._draws = config.draws_drafts
+        self._keys = config.keys_drafts
         self._extras, self._adjusting = config.extras, adjusting(config.extras)
         self.drafter = drafter
         device = target.hf_model.device
@@ -55,11 +56,13 @@ class EagerExecutor:
         return Round(target, sent, None, drafting)
 
     def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
-        sent, drafter = round_.sent, self.drafter
+        sent = round_.sent
+        drafter = self.drafter
         if sent is None or round_.drafting is None or drafter is None:
             return None
         sampling = sent.sampling
-        vocab, rows = self._vocab, round_.target.num_drafting - round_.target.num_arrived
+        vocab = self._vocab
+        rows = round_.target.num_drafting - round_.target.num_arrived
         choose: Choose = choose_greedy
         if sampling is not None and self._draws:
             choose = choose_sampled(sampling, rows)

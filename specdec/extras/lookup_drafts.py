@@ -70,7 +70,8 @@ class LookupColumns(ExtraColumns):
 
     def close(self, row: int) -> None:
         """See `ExtraColumns.close`."""
-        index, self.indexes[row] = self.indexes[row], None
+        index = self.indexes[row]
+        self.indexes[row] = None
         if index is not None and self.shared_texts is not None and not self._private[row]:
             self.shared_texts.add(index.tokens)
 

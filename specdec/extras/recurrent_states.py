@@ -46,7 +46,8 @@ class FoldedTokens(ExtraColumns):
         self.folded[row] = table.computed[row]
 
     def scheduled(self, table: RowTable, schedule: Schedule) -> StateIndex:
-        rows, start = schedule.rows, table.computed[schedule.rows]
+        rows = schedule.rows
+        start = table.computed[schedule.rows]
         replay = replay_of(start, self.folded[rows])
         num_new = self._rule.num_new(replay, schedule.num_new, start >= table.prefill[rows])
         return self._checked(schedule, StateIndex.of(slots_of_rows(rows), start, replay, num_new))
@@ -77,5 +78,6 @@ class FoldedTokens(ExtraColumns):
         self.folded[rows] = folded_after(committed.start, committed.num_new, self.folded[rows])
 
     def check_leaving(self, table: RowTable, row: int) -> None:
-        folded, computed = int(self.folded[row]), int(table.computed[row])
+        folded = int(self.folded[row])
+        computed = int(table.computed[row])
         require(folded == computed, f"a row leaves with {folded} of its {computed} tokens in its states")

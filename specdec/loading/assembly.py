@@ -182,7 +182,9 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
 
 def _target(parts: Parts, group: Group) -> Target:
     """The wrapped model over its own caches and states."""
-    probed, head, config = parts.probed, parts.head, parts.config
+    probed = parts.probed
+    head = parts.head
+    config = parts.config
     specs = tuple(call.attention_spec for call in probed.calls)
     pages = CacheGroup("target", specs, config.num_pages, config.page_size, parts.layout, parts.format)
     runner = runner_of(parts.backend, pages, config.windowed, probed.model.dtype, probed.model.device)
@@ -205,7 +207,8 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     """
     probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
     graphs = Graphs(target, drafter, config, choice)
-    tests, error = parts.self_test, parts.self_test.error
+    tests = parts.self_test
+    error = parts.self_test.error
     if error is None:
         log.info("testing a small copy of the model")
         twin = twin_test(probed, config.max_model_len)

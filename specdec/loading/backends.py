@@ -46,7 +46,8 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads differ by layer, and reading head_dim raises
         return []
-    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    heads = getattr(text, "num_attention_heads", None)
+    hidden = getattr(text, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return []
     if getattr(text, "kv_lora_rank", None):

@@ -64,7 +64,9 @@ def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadO
         InvalidInputError: scales without fp8, scales that are none, or a cache in 8 bits for a target without
             one. Others: see `chosen_scales`.
     """
-    dtype, scales, source = options.kv_cache_dtype, options.kv_cache_scales, ""
+    dtype = options.kv_cache_dtype
+    scales = options.kv_cache_scales
+    source = ""
     if dtype == "fp8":
         scales, source = chosen_scales(checkpoint, probed, scales)
     format = KVFormat(STORED[dtype], tuple(scales or ()), source)
@@ -135,7 +137,8 @@ def chosen_scales(
     stored = None if checkpoint is None else stored_scales(checkpoint)
     if checkpoint is None or stored is None:
         return given, "given" if given else ""
-    what, layers = f"kv_cache_dtype='fp8' for {checkpoint.name!r}", _layer_numbers(probed)
+    what = f"kv_cache_dtype='fp8' for {checkpoint.name!r}"
+    layers = _layer_numbers(probed)
     _check_whole(stored, layers, what, given)
     if not stored.scales:
         return given, "given"
@@ -200,7 +203,8 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
         return None
     scales: dict[tuple[str, int], float] = {}
     for name, tensor in folder.load(names).items():
-        found, scale = names[name], _number(name, tensor, checkpoint)
+        found = names[name]
+        scale = _number(name, tensor, checkpoint)
         for letter in found["both"] or found["own"] or found["proj"]:
             scales[letter, int(found["layer"])] = scale
     return StoredScales(scheme, source or "its tensors", scales)

@@ -206,7 +206,8 @@ def find_checkpoint(
             has a file's name but is not a file; or which GGUF file is meant is not clear.
         InvalidInputError: a revision of a folder.
     """
-    (path, file), local = find_gguf(resolve(name), gguf_file), False
+    (path, file) = find_gguf(resolve(name), gguf_file)
+    local = False
     if os.path.isdir(path):
         if revision is not None:
             raise InvalidInputError(

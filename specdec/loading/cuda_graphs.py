@@ -71,7 +71,8 @@ def choose_graphs(
         InvalidInputError: a backend, a draft loop or a target that has no graphs where they are required, by True or by
             the backend; or False with a backend that needs them.
     """
-    needs, name = backend.batch_invariant and not runs_evenly(backend), backend.name
+    needs = backend.batch_invariant and not runs_evenly(backend)
+    name = backend.name
     required = cuda_graphs is True or needs
     if cuda_graphs is True and uncapturable:
         raise InvalidInputError(f"cuda_graphs=True: {uncapturable}; give 'auto' or False")

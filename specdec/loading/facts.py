@@ -37,8 +37,10 @@ _SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose al
 def facts_of(model: Any) -> Json:
     """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
-    hybrid, captured = model.target.states is not None, getattr(model.engine.executor, "report", None)
-    spent, dense = model.steps, dense_up_to(model.hf_model)
+    hybrid = model.target.states is not None
+    captured = getattr(model.engine.executor, "report", None)
+    spent = model.steps
+    dense = dense_up_to(model.hf_model)
     layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
     return {
         "target": getattr(checkpoint, "gguf_file", None)
@@ -112,7 +114,8 @@ def _quantisation(model: Any) -> Json | None:
     from specdec.selftest.quantised import rounds_activations
 
     layers = Counter(kind_in_words(layer) for layer in target.modules() if is_quantised(layer))
-    runs, fp8 = "as stored", model.target.fp8
+    runs = "as stored"
+    fp8 = model.target.fp8
     if found.dequantised:
         runs = f"dequantised in {dtype_name(target.dtype)}: {found.dequantised}"
     elif fp8 is not None and model.device.type == "cpu":
@@ -143,7 +146,8 @@ def _own_config(model: Any) -> str:
     """The model's own generation_config: the defaults of calls, fields that are ignored, or why calls are refused."""
     if (config := model.hf_model.generation_config) is None:
         return model.generation_config_use
-    odd, applied = unsupported(config), sampling_of_model(model)
+    odd = unsupported(config)
+    applied = sampling_of_model(model)
     if model.generation_config_use == "ignore":
         return f"ignore (switched off: {named(odd | applied) or 'nothing'})"
     if odd:
@@ -155,7 +159,8 @@ def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> s
     """layers: their numbers in the model, where it has several groups; of a hybrid model among those that attend."""
     if not runner.layers:
         return "none: no layer attends"
-    group, dtype = runner.group, runner.layers[0].keys.dtype
+    group = runner.group
+    dtype = runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     own = "" if layers is None else f"{'attention ' if hybrid else ''}layers {','.join(map(str, layers))}: "

@@ -141,7 +141,8 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
         HeadLoadError: the target has no output embedding, or only a library can read one of its embeddings.
     """
     model = probed.model
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    output = model.get_output_embeddings()
     if output is None:
         raise HeadLoadError(f"{type(model).__name__} has no output embedding (lm_head) that a head could share")
     return TargetFacts(
@@ -191,7 +192,8 @@ def load_head(
         HeadLoadError, HeadMismatchError: see the family's `load_head`.
         InvalidInputError: an option for a head of another family or for a head that is loaded already, see `draft_on`.
     """
-    given, vocabulary = reading_options(options), options.draft_vocab
+    given = reading_options(options)
+    vocabulary = options.draft_vocab
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         reason = "there is no draft head" if draft is None else "the head is loaded already"
         check_options(given, None, reason)
@@ -204,10 +206,12 @@ def load_head(
     family: Family | None
     found: Path | PreTrainedModel
     if isinstance(draft, PreTrainedModel):
-        family, found = family_of(draft), draft
+        family = family_of(draft)
+        found = draft
     elif (family := IN_TARGET.get(str(draft))) is None:
         path = resolve_head(draft, *(None, None) if target is None else (target.name, target.gguf_file))
-        family, found = family_of(path), locate(path)
+        family = family_of(path)
+        found = locate(path)
     elif target is None:
         raise HeadLoadError(
             f"draft={str(draft)!r} reads the target's checkpoint, but this model has no name; give a folder"
@@ -370,7 +374,8 @@ def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any
             f"draft_vocab: it is for multi-token-prediction modules; the checkpoint of {type(head).__name__} decides "
             "what that drafts on (its own map, or all); leave it out"
         )
-    largest, vocab_size = max(ids), probed.vocab_size
+    largest = max(ids)
+    vocab_size = probed.vocab_size
     if largest >= vocab_size:
         raise InvalidInputError(f"draft_vocab: token {largest}; the target has the tokens 0 … {vocab_size - 1}")
     own = {*ids, *eos_ids(probed.model.generation_config), *_special_ids(tokenizer)}

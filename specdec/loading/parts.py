@@ -86,7 +86,8 @@ def load_parts(
         check_head_type(draft)
     with parsed_once(target, options.gguf_file):
         opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, group))
-        (model, checkpoint), draft = opened, pair.draft
+        (model, checkpoint) = opened
+        draft = pair.draft
         with uncollected():  # a vocabulary is a hundred thousand objects more
             tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)

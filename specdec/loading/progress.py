@@ -33,7 +33,8 @@ class StartSteps(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether other handlers get the record."""
         if record.levelno == logging.INFO:
-            step, aside = record.getMessage(), getattr(record, "aside", False) or record.thread != self._thread
+            step = record.getMessage()
+            aside = getattr(record, "aside", False) or record.thread != self._thread
             if not aside:
                 self.finish()
             shown = self._progress.add_task(step, total=1, completed=int(aside))

@@ -279,7 +279,8 @@ def kind_in_words(layer: torch.nn.Module) -> str:
 
 def _scheme(stored: Config) -> str:
     """How numbers are stored, in a few words of the configuration's own."""
-    groups, method = stored.get("config_groups"), method_of(stored)
+    groups = stored.get("config_groups")
+    method = method_of(stored)
     names = _OF_BITSANDBYTES.get(method or "", _SHOWN)  # whose configuration names the fields of both kinds
     words = [f"{name}={short(stored[name])}" for name in names if stored.get(name) is not None]
     for group in (groups or {}).values() if isinstance(groups, Mapping) else ():

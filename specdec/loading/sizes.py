@@ -27,7 +27,8 @@ from specdec.user_warnings import warn_user
 from specdec.wrapped.long_rope import find_long_rope
 from specdec.wrapped.probing import TargetProbe
 
-DEFAULT_DRAFTS, LOOKUP_DRAFTS = 5, 8
+DEFAULT_DRAFTS = 5
+LOOKUP_DRAFTS = 8
 _RESERVE_BYTES = 4 << 30
 """Memory of a GPU that is left for activations and CUDA graphs."""
 _ID_BYTES = 4
@@ -38,13 +39,15 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """Words of torch's host allocators, in a plain RuntimeError."""
 _CPU_CACHE_BYTES = 1 << 30
 _LARGE_GPU = 40 << 30
-_SOME_TOKENS, _MANY_TOKENS = 2048, 8192
+_SOME_TOKENS = 2048
+_MANY_TOKENS = 8192
 """Most tokens of a forward, and of one on a GPU with so many bytes. On an H200 a call of 32 prompts of 512 tokens, with
 256 new tokens each and K = 3, takes 0.79 of the time with the larger one (gpt-oss-20b shape) or 0.89 (Llama-3.1-8B)."""
 _SHARE = 0.25
 """Of the memory, for windowed groups, where rows of max_model_len tokens need less and max_num_seqs rows need more:
 most requests are shorter, so that more of them run at once."""
-_TESTED_ROWS, _TESTED_TOKENS = 3, 64
+_TESTED_ROWS = 3
+_TESTED_TOKENS = 64
 """The self-test's rows, which are read without freeing anything, and more tokens than each has."""
 
 
@@ -155,7 +158,8 @@ Pools = tuple[Pool, ...]
 
 def empty_pools(probed: TargetProbe, head: Head | None, format: KVFormat, longest: int, grouped: bool = True) -> Pools:
     """The cache groups, several where `grouped`; a reach that covers the `longest` request needs no group."""
-    specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
+    specs = tuple(call.attention_spec for call in probed.calls)
+    dtype = format.dtype_for(probed.model.dtype)
     reaches = reaches_of(specs, longest) if grouped else ()
     groups = layers_by_group(specs, reaches)
     first, *others = (bytes_per_token(tuple(specs[layer] for layer in layers), dtype) for layers in groups)
@@ -264,7 +268,9 @@ def check_counts(options: LoadOptions, max_model_len: int | None) -> None:
         InvalidInputError: fewer tokens in a forward than requests in a batch, pages that are longer than requests and
             than usual, or a token table [max_num_seqs, max_model_len] that does not fit into the machine's memory.
     """
-    rows, page_size, length = options.max_num_seqs, options.page_size, max_model_len or 1
+    rows = options.max_num_seqs
+    page_size = options.page_size
+    length = max_model_len or 1
     if options.max_num_batched_tokens is not None and options.max_num_batched_tokens < rows:
         raise InvalidInputError(
             f"max_num_batched_tokens={options.max_num_batched_tokens}: {rows} requests (max_num_seqs) with one token "
@@ -276,7 +282,8 @@ def check_counts(options: LoadOptions, max_model_len: int | None) -> None:
             f"page_size={page_size}: a page is longer than a request can be (max_model_len={max_model_len}), and every "
             f"request holds at least one; allowed is {most} or less, usual are 1 to 64"
         )
-    needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
+    needed = rows * (length + 1) * _ID_BYTES
+    total = host_bytes()
     if needed > total:
         raise InvalidInputError(
             f"max_num_seqs={rows}, max_model_len={length}: a table of that many token ids takes {_gib(needed)}; this "
@@ -305,7 +312,8 @@ def check_sizes_fit(
     what = f"a KV cache of {pages} pages of page_size={page} tokens"
     cache_bytes = check_cache_fits(device, pages * page, token_bytes, what, windowed_bytes, state_bytes)
     tables = rows * (length + 1) * _ID_BYTES + rows * -(-length // page) * _ID_BYTES
-    buffers, total = _ARENA_COPIES * staging_bytes, host_bytes()
+    buffers = _ARENA_COPIES * staging_bytes
+    total = host_bytes()
     caches = cache_bytes if device.type == "cpu" else 0
     if caches + tables + buffers > total:
         raise InvalidInputError(

@@ -98,7 +98,8 @@ def auto_class(config: PreTrainedConfig) -> AutoClass:
     Raises:
         ModelLoadError: an encoder, with or without a decoder, or no language model.
     """
-    kind, custom = type(config), getattr(config, "auto_map", None) or {}
+    kind = type(config)
+    custom = getattr(config, "auto_map", None) or {}
     found = next((each for each in _AUTO_CLASSES if kind in each.mapping or each.loader.__name__ in custom), None)
     if found is _CAUSAL and kind in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
         reason = "an encoder (is_decoder is false)"
@@ -236,7 +237,8 @@ def load_target(
             model, info = load_quanto(open_folder(checkpoint.path), layers, found.loader, config, dtype)
             check_complete(model, info)
             kinds = sorted({f"{name}={how[name]}" for how in layers.values() for name in ("weights", "activations")})
-            method, stored = "quanto", {"quant_method": "quanto", "weights": ", ".join(kinds)}
+            method = "quanto"
+            stored = {"quant_method": "quanto", "weights": ", ".join(kinds)}
         else:
             with _own_quantizer(checkpoint, config, stored or {}, dtype, device, group):
                 model = _from_pretrained(checkpoint, config, found, dtype, place, group)
@@ -371,9 +373,11 @@ def open_target(
     without_unpickled(target)
     settle(target)
     on_config(target.config, target.dtype, target.device)
-    name, quantisation = target.name_or_path, quantisation_of(target, None)
+    name = target.name_or_path
+    quantisation = quantisation_of(target, None)
     warn_of_dense(name or type(target).__name__, target, quantisation)
     if not name:
         return target, None
-    trusted, file = options.trust_remote_code, (stored_quantisation(target.config) or {}).get("gguf_file")
+    trusted = options.trust_remote_code
+    file = (stored_quantisation(target.config) or {}).get("gguf_file")
     return target, Checkpoint(name, resolve(name), trust_remote_code=trusted, quantisation=quantisation, gguf_file=file)

@@ -128,7 +128,8 @@ class Logprobs(RoundExtra):
 
 def _of_tokens(own: AskingRows, decision: Decision) -> Tensor:
     """[J, n+1, W], 0 in rows without log-probabilities."""
-    (rows, width), device = decision.index.shape, decision.logits.device
+    (rows, width) = decision.index.shape
+    device = decision.logits.device
     places = on_device(own.places, device)
     at = decision.index[places].reshape(-1)
     tokens = decision.tokens[places].reshape(-1, 1)

@@ -79,7 +79,8 @@ def rotated_together(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Te
     Both rotated, in one tensor, as `drafters.rope.rotate` gives of both side by side: computed in float32 and rounded
     once.
     """
-    (tokens, query_heads, dim), key_heads = query.shape, key.shape[1]
+    (tokens, query_heads, dim) = query.shape
+    key_heads = key.shape[1]
     out = query.new_empty(tokens, query_heads + key_heads, dim)
     query, key, cos, sin = (x.transpose(0, 1)[None] for x in (query, key, cos, sin))
     outs = out[:, :query_heads].transpose(0, 1)[None], out[:, query_heads:].transpose(0, 1)[None]
@@ -88,7 +89,8 @@ def rotated_together(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Te
 
         launch_rotation(query, key, cos, sin, outs)
     else:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        cos = torch.cat((cos, cos), -1)
+        sin = torch.cat((sin, sin), -1)
         for rotated_part, part in zip(outs, (query, key), strict=True):
             rotated_part.copy_(_rotate_plain(part, cos, sin))
     return out

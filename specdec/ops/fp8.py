@@ -45,7 +45,8 @@ def fp8_linear(
     if x_scale is None:
         quantised, scales = fp8_quantise(rows)
     else:
-        quantised, scales = fp8_quantise_by(rows, x_scale), x_scale.reshape(1, 1).expand(groups)
+        quantised = fp8_quantise_by(rows, x_scale)
+        scales = x_scale.reshape(1, 1).expand(groups)
     blocks = weight_scale
     if weight_scale.numel() == 1:
         blocks = weight_scale.reshape(1, 1).expand(-(-weight.shape[0] // BLOCK), groups[1])
@@ -118,8 +119,10 @@ def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows, columns = weight.shape[-2:]
     by_row = scale.to(dtype).repeat_interleave(BLOCK, -2)[..., :rows, :]  # [..., O, ⌈I/128⌉]
-    out, blocks = weight.to(dtype), columns // BLOCK
-    whole, rest = out[..., : blocks * BLOCK], out[..., blocks * BLOCK :]
+    out = weight.to(dtype)
+    blocks = columns // BLOCK
+    whole = out[..., : blocks * BLOCK]
+    rest = out[..., blocks * BLOCK :]
     whole.unflatten(-1, (blocks, BLOCK)).mul_(by_row[..., :blocks, None])
     rest.mul_(by_row[..., blocks:])
     return out

@@ -127,8 +127,10 @@ class Matmul:
 
     def __init__(self, library: Library, shape: ProductShape) -> None:
         self.shape = shape
-        self._library, self._lt = library, library.lt
-        lt, kind = self._lt, _KINDS[shape.dtype]
+        self._library = library
+        self._lt = library.lt
+        lt = self._lt
+        kind = _KINDS[shape.dtype]
         self._operation = lt.matmul_desc_create(library.compute_type, _FLOAT32)
         transposed = lt.MatmulDescAttribute.TRANSA
         value = np.array([_TRANSPOSED], lt.get_matmul_desc_attribute_dtype(transposed))
@@ -150,7 +152,8 @@ class Matmul:
         """Whether the library runs this algorithm on this shape in the workspace that is named."""
         if len(algorithm.data) != _ALGORITHM_BYTES or algorithm.workspace > max(_WORKSPACES):
             return False
-        data, result = np.frombuffer(algorithm.data, np.uint8).copy(), self._results(1)
+        data = np.frombuffer(algorithm.data, np.uint8).copy()
+        result = self._results(1)
         layouts = (self._weight, self._x, self._out, self._out)
         try:
             self._lt.matmul_algo_check(
@@ -168,10 +171,12 @@ class Matmul:
         """
         # Kept by the function, because the library gets their addresses: the algorithm, and alpha = 1, beta = 0.
         data, factors = np.frombuffer(algorithm.data, np.uint8).copy(), np.array([1, 0], np.float32)
-        size, shape = algorithm.workspace, (self.shape.tokens, self.shape.rows)
+        size = algorithm.workspace
+        shape = (self.shape.tokens, self.shape.rows)
 
         def launch(x: Tensor, weight: Tensor) -> Tensor:
-            out, one = x.new_empty(shape), factors.ctypes.data
+            out = x.new_empty(shape)
+            one = factors.ctypes.data
             workspace = x.new_empty(size, dtype=torch.uint8) if size else None
             to, scratch = out.data_ptr(), 0 if workspace is None else workspace.data_ptr()
             read = (self._operation, one, weight.data_ptr(), self._weight, x.data_ptr(), self._x)
@@ -184,7 +189,9 @@ class Matmul:
 
     def _listed(self, workspace: int) -> list[Algorithm]:
         """The library's list at one limit of the workspace; empty when it has none."""
-        lt, results, count = self._lt, self._results(_ASKED), np.zeros(1, np.int32)
+        lt = self._lt
+        results = self._results(_ASKED)
+        count = np.zeros(1, np.int32)
         preference = lt.matmul_preference_create()
         try:
             self._prefer(preference, "MAX_WORKSPACE_BYTES", workspace)

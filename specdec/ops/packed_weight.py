@@ -47,8 +47,11 @@ class Matrix:
     def __init__(self, weights: list[Tensor], tied: bool, fewest: int = 0) -> None:
         """tied: the one weight is an embedding as well. Where its rows cannot be read from the blocks, it stays plain
         memory, which oneDNN reads as it is. fewest: fewer input rows are filled up with zeros to so many."""
-        self.memory, self.sizes = torch.cat(weights), [len(weight) for weight in weights]
-        self.packed, self._tied, self._fewest = False, tied, fewest
+        self.memory = torch.cat(weights)
+        self.sizes = [len(weight) for weight in weights]
+        self.packed = False
+        self._tied = tied
+        self._fewest = fewest
         self.blocks: Tensor | None = None
         self.last: tuple[Tensor, int, tuple[Tensor, ...], set[int]] | None = None
         self.pack()
@@ -61,7 +64,8 @@ class Matrix:
             laid_out = ONEDNN._reorder_linear_weight(self.memory)
             self.blocks = blocks_of(laid_out, self.memory) if self._tied else None
         if not self._tied or self.blocks is not None:
-            self.memory, self.packed = laid_out, True
+            self.memory = laid_out
+            self.packed = True
             Matrix.layouts += 1
 
     def read(self) -> Tensor:
@@ -70,7 +74,9 @@ class Matrix:
 
     def unpack(self) -> Tensor:
         """Its memory, plain from now on, for those who write to it or keep views of it."""
-        self.memory, self.packed, self.blocks = self.read(), False, None
+        self.memory = self.read()
+        self.packed = False
+        self.blocks = None
         Matrix.layouts += 1
         return self.memory
 
@@ -127,7 +133,8 @@ class PackedWeight(Tensor):
         make: Any = Tensor._make_wrapper_subclass
         with torch.inference_mode(False):  # torch counts writes to it
             made: PackedWeight = make(cls, like.shape, dtype=like.dtype, device="cpu")
-        made.matrix, made.place = matrix, place
+        made.matrix = matrix
+        made.place = place
         return made
 
     def plain(self) -> Tensor:

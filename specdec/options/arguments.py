@@ -69,13 +69,15 @@ def only_known_fields(kind: K) -> K:
 
 def own_names(options: Options) -> Options:
     """Options of a body or a row by their names here. Raises InvalidInputError: one is given two values."""
-    found, names = dict[str, Any](), dict[str, str]()
+    found = dict[str, Any]()
+    names = dict[str, str]()
     for name, value in options.items():
         own = _IN_BODIES.get(name, name)
         if own in found and found[own] != value:
             both = f"{names[own]}={short(found[own])} and {name}={short(value)}"
             raise InvalidInputError(f"{both} are both {own}, and differ; give one of them")
-        found[own], names[own] = value, name
+        found[own] = value
+        names[own] = name
     return found
 
 

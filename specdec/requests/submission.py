@@ -79,7 +79,8 @@ def submissions(
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
     """
     left = dict(options or {})
-    prompts, params = prompts_of_call(prompts, left), params_of_call(params, left)
+    prompts = prompts_of_call(prompts, left)
+    params = params_of_call(params, left)
     _check_token_types(prompts, model)
     ids = encode_prompts(prompts, tokenizer, most)
     found: list[Submission] = []
@@ -218,7 +219,8 @@ def to_be_scored(
     prompts = prompts_of_call(prompts, left)
     if left:
         raise unexpected("score(prompts, completions, {})", left, ("chat", *CHAT_OPTIONS, "logprobs"))
-    before, after = encode_prompts(prompts, tokenizer), _encoded(completions, tokenizer)
+    before = encode_prompts(prompts, tokenizer)
+    after = _encoded(completions, tokenizer)
     if len(before) == 1:
         before *= len(after)
     if len(before) != len(after):

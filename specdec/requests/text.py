@@ -241,7 +241,8 @@ class Detokenizer:
         finished = len(self.tail.rstrip(UNFINISHED))
         self.stable = max(0, min(finished, len(self.tail) - _CLEANING * self._vocabulary.cleans))
         if self.stable == len(self.tail):
-            self._cut, self._cut_text = num, len(self.tail)
+            self._cut = num
+            self._cut_text = len(self.tail)
         elif num - self._mark >= _LONG_WINDOW:
             self._settle_behind(num - _SETTLING)
 
@@ -249,7 +250,8 @@ class Detokenizer:
         """Text that has looked unfinished for long: beyond `_SETTLING` tokens back it no longer changes."""
         text = self._text(cut)
         if self.tail.startswith(text):
-            self._cut, self._cut_text = cut, len(text)
+            self._cut = cut
+            self._cut_text = len(text)
             self.stable = max(self.stable, len(text))
 
     def _text(self, num: int) -> str:

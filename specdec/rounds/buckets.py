@@ -45,7 +45,8 @@ class PromptBudget:
 
     def __init__(self, config: EngineConfig, running: Sequence[Request], reading: np.ndarray, num_tokens: int) -> None:
         """reading: [len(running)] which of them read prompts. num_tokens: of the other rows."""
-        self._config, self._num_tokens = config, num_tokens
+        self._config = config
+        self._num_tokens = num_tokens
         self._batches = {r.batch for r, reads in zip(running, reading, strict=True) if not reads}
         self._others = any(self._batches - {r.batch} for r, reads in zip(running, reading, strict=True) if reads)
 
@@ -60,7 +61,8 @@ class PromptBudget:
 
 def loop_limits(config: EngineConfig) -> LoopSize:
     """The largest draft loop that an engine may run."""
-    rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    rows = config.max_num_seqs
+    tokens = config.max_num_batched_tokens
     return LoopSize(rows, tokens, most_pages(config), config.num_speculative_tokens)
 
 
@@ -108,7 +110,9 @@ def most_pages(config: EngineConfig) -> int:
 
 def group_entries(config: EngineConfig) -> tuple[int, ...]:
     """Most pages on the list of a round in each of the target's further cache groups."""
-    rows, size, tokens = config.max_num_seqs, config.page_size, config.max_num_batched_tokens
+    rows = config.max_num_seqs
+    size = config.page_size
+    tokens = config.max_num_batched_tokens
     most = (rows * (most_listed_pages(pool.reach, 1, size) + 1) + tokens // size for pool in config.windowed)
     return tuple(min(rows * most_pages(config), entries) for entries in most)
 

@@ -134,7 +134,9 @@ def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int =
     ([7, 8, 9, 1, 0, 0], [4, 5], [2, 4])
     """
     assert target.pages.head is not None
-    starts, num_new, bonus = target.query_start_loc, target.num_new, passes.bonus
+    starts = target.query_start_loc
+    num_new = target.num_new
+    bonus = passes.bonus
     rows = np.arange(len(num_new))
     following = np.zeros_like(target.tokens)
     following[:, :-1] = target.tokens[:, 1:]
@@ -149,7 +151,8 @@ def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int =
     decided_place = np.full(len(rows), len(target.decided))
     decided_place[target.decided] = np.arange(len(target.decided))
     place = starts, target.start, target.pages.head, target.pages.page_size
-    batches, carried = [rows_batch(*place)], None
+    batches = [rows_batch(*place)]
+    carried = None
     if passes.count > 1:
         from drafters.loops.prefill import rows_before, shifted_batch
 

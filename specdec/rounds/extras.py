@@ -198,7 +198,8 @@ class DraftedPrefixes:
 
 def drafted_prefixes(round_: DeviceRound) -> DraftedPrefixes:
     """See `DraftedPrefixes`; never waits for the device."""
-    index, rows = round_.logit_index, round_.logits_indices
+    index = round_.logit_index
+    rows = round_.logits_indices
     decided = torch.arange(len(index), device=rows.device)[:, None].expand_as(index)
     owner = torch.zeros_like(rows).scatter_(0, index.reshape(-1), decided.reshape(-1))
     bonus = rows[index[:, 0]][owner][:, None]
@@ -233,7 +234,8 @@ def read_early(
     drafts = draft.token_ids
     if not drafts.is_cuda:
         return EarlyDrafts(drafts.clone(), None)
-    host, copied = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True), torch.cuda.Event()
+    host = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
+    copied = torch.cuda.Event()
     host.copy_(drafts, non_blocking=True)
     copied.record()
     return EarlyDrafts(host, copied)

@@ -74,15 +74,19 @@ class _WindowedPages:
 
     def __init__(self, buffers: BatchArrays[np.ndarray], reach: Reach, shape: FixedShape) -> None:
         self._reach = reach
-        self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
+        self._start = np.zeros(shape.rows, np.int32)
+        self._seq_lens = np.zeros(shape.rows, np.int32)
         self._buffers = buffers
         self.rows = np.zeros(shape.rows, np.int64)
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
 
     def write(self, start: np.ndarray, table: WindowedTable, shape: FixedShape) -> WindowedBatch:
         """Lengths and the page list of verifications from `start` [rows] on."""
-        buffers, size, count = self._buffers, shape.page_size, len(table.rows)
-        self.rows[:count], self.rows[count:] = table.rows, len(table.block_table) - 1
+        buffers = self._buffers
+        size = shape.page_size
+        count = len(table.rows)
+        self.rows[:count] = table.rows
+        self.rows[count:] = len(table.block_table) - 1
         first = first_listed(start, self._reach, size)
         np.subtract(start, first, out=self._start, casting="unsafe")
         np.add(self._start, shape.query_len, out=self._seq_lens)
@@ -149,12 +153,15 @@ class _TargetPlace:
         longer: FixedShape,
         reaches: Sequence[Reach],
     ) -> None:
-        rows, query_len = shape.rows, shape.query_len
-        batch, arrays = section.batch.buffers(host), section.own.of(host)
+        rows = shape.rows
+        query_len = shape.query_len
+        batch = section.batch.buffers(host)
+        arrays = section.own.of(host)
         self.start = np.zeros(rows, np.int64)
         self.positions = batch.positions.reshape(rows, query_len)
         self.token_ids = arrays.token_ids.reshape(rows, query_len)
-        self.num_drafts, self.sources = arrays.num_drafts, arrays.sources
+        self.num_drafts = arrays.num_drafts
+        self.sources = arrays.sources
         self.batch = batch
         self.extras = tuple(extra.buffers(host) for extra in section.batch.extras)
         self.groups = [_Pages(batch, self.start, shape, self.extras)]
@@ -197,13 +204,17 @@ class FixedTarget:
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
-        rows, tokens, most = shape.rows, shape.rows * shape.query_len, shape.page_entries
+        rows = shape.rows
+        tokens = shape.rows * shape.query_len
+        most = shape.page_entries
         sizes = target_sizes(rows, tokens, 0, shape.query_len - 1, most, entries)
-        fields, sizes = (*self._section.fields, *self._passes.fields), sizes | self._passes.sizes(rows, tokens, 0, most)
+        fields = (*self._section.fields, *self._passes.fields)
+        sizes = sizes | self._passes.sizes(rows, tokens, 0, most)
         longer = replace(shape, query_len=shape.query_len + passes.bonus)
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)
-        hosts, sections = self._arena.hosts(self._bucket), (self._section, self._passes)
+        hosts = self._arena.hosts(self._bucket)
+        sections = (self._section, self._passes)
         self._places = [_TargetPlace(host, shape, *sections, longer, reaches) for host in hosts]
 
     def device(self, target: TargetArrays) -> tuple[DeviceRound, Passes, Carried]:
@@ -265,8 +276,10 @@ class FixedTarget:
         """The passes with lengths of their own; width: most pages of a row; own: see `_write_tokens`."""
         assert target.pages.head is not None
         if place.carried is not None:
-            request_rows, count = place.carried.request_rows, len(target.request_rows)
-            request_rows[:count], request_rows[count:] = target.request_rows, -1
+            request_rows = place.carried.request_rows
+            count = len(target.request_rows)
+            request_rows[:count] = target.request_rows
+            request_rows[count:] = -1
         elif own is not None:  # the token at the first position, then as many as the verification has
             own = np.concatenate([own[:, :1], own], 1)
         table = covering(target.pages.head, self._shape.rows, width)
@@ -283,7 +296,9 @@ class FixedTarget:
 
     def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
         """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""
-        count, start, lens = len(target.start), place.start, self._lens
+        count = len(target.start)
+        start = place.start
+        lens = self._lens
         if count < len(start):
             start[count:] = lens[count:] = 0
         start[:count] = target.start
@@ -303,7 +318,8 @@ class FixedTarget:
 
 def fixed_target(config: EngineConfig, rows: int, passes: PrefillPasses, device: torch.device) -> FixedTarget:
     """The verifications of so many rows of an engine, and the draft prefill after them."""
-    shape, reaches = fixed_shape(config, rows), [pool.reach for pool in config.windowed]
+    shape = fixed_shape(config, rows)
+    reaches = [pool.reach for pool in config.windowed]
     extras = make_sections(config.extras, True)
     return FixedTarget(shape, passes, device, reaches, fixed_entries(config, shape), extras)
 

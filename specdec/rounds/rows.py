@@ -112,7 +112,8 @@ class RowTable:
     """
 
     def __init__(self, max_rows: int, max_model_len: int, extras: Iterable[ExtraColumns] = ()) -> None:
-        self.max_model_len, self.extras = max_model_len, tuple(extras)
+        self.max_model_len = max_model_len
+        self.extras = tuple(extras)
         counts = partial(np.zeros, max_rows, np.int64)
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = counts()
@@ -127,8 +128,10 @@ class RowTable:
         self.longest[:] = max_model_len
         self.previous = np.full(max_rows, -1, np.int64)
         self.given, self.num_given = np.zeros((max_rows, 0), np.int32), counts()
-        self.awaited, self.gives = np.zeros(max_rows, np.bool_), False
-        self.reads_first, self.any_reads_first = np.zeros(max_rows, np.bool_), False
+        self.awaited = np.zeros(max_rows, np.bool_)
+        self.gives = False
+        self.reads_first = np.zeros(max_rows, np.bool_)
+        self.any_reads_first = False
         self.key = np.zeros(max_rows, np.uint64)
         self.eos = np.full((max_rows, 1), -1, np.int64)
         self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
@@ -163,13 +166,16 @@ class RowTable:
         # Popped only at the end: an error of a parameter leaves the row free.
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
-        self.length[row], self.limit[row] = len(tokens), limit
+        self.length[row] = len(tokens)
+        self.limit[row] = limit
         self.prompt[row] = len(tokens) if prompt is None else prompt
         self.longest[row], self.variant[row] = self.max_model_len if longest is None else longest, variant
         self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
-        self.num_given[row], self.awaited[row], self.reads_first[row] = 0, False, False
+        self.num_given[row] = 0
+        self.awaited[row] = False
+        self.reads_first[row] = False
         self._set_eos(row, eos_ids)
         for name, column in vars(self._sampling).items():
             column[row] = getattr(params, name)
@@ -192,7 +198,8 @@ class RowTable:
         awaited: whether there may be some after that round, too. A round without drafts is launched before the last one
             is read where no row awaits any: so a row that did not await drafts must not be given them, in any engine.
         """
-        self.awaited[row], self.gives = awaited, True
+        self.awaited[row] = awaited
+        self.gives = True
         count = len(token_ids)
         if count > self.given.shape[1]:
             self.given = np.pad(self.given, ((0, 0), (0, count - self.given.shape[1])))
@@ -217,7 +224,9 @@ class RowTable:
 
     def leave_unfiltered(self, row: int) -> None:
         """Rounds apply no filter to this row's distribution, only its temperature: an extra filters its logits."""
-        self._sampling.top_k[row], self._sampling.top_p[row], self._sampling.min_p[row] = 0, 1.0, 0.0
+        self._sampling.top_k[row] = 0
+        self._sampling.top_p[row] = 1.0
+        self._sampling.min_p[row] = 0.0
 
     def close(self, row: int) -> None:
         """Give a row back."""

@@ -191,7 +191,8 @@ class TargetArrays:
         if self.given is not None:
             given = self.given.reshape(-1)[sources]
             token_ids[places[given >= 0]] = given[given >= 0]
-            places, sources = places[given < 0], sources[given < 0]
+            places = places[given < 0]
+            sources = sources[given < 0]
         return TargetInputs(
             batch=batch,
             token_ids=token_ids,
@@ -213,7 +214,8 @@ def target_arrays(
         tables: by RowTable row.
         in_order_of_last: its drafts were made from `rows_after`, in the order of the last verification.
     """
-    rows, start = schedule.rows, table.computed[schedule.rows]
+    rows = schedule.rows
+    start = table.computed[schedule.rows]
     bonus = start + schedule.num_new
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
@@ -236,7 +238,8 @@ def target_arrays(
         num_arrived=schedule.num_arrived,
         given=_given(schedule, table),
     )
-    lens, num_drafts = schedule.num_new + schedule.num_drafts, schedule.num_drafts
+    lens = schedule.num_new + schedule.num_drafts
+    num_drafts = schedule.num_drafts
     vars(target).update(  # the cached properties, which the next steps read anyway
         lens=lens,
         query_start_loc=np.concatenate([[0], np.cumsum(lens)]),
@@ -303,7 +306,8 @@ def target_after(
 
 def empty_target(config: EngineConfig) -> TargetArrays:
     """A verification without rows: graphs are captured on it, padded."""
-    none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
+    none = np.zeros(0, np.int64)
+    table = np.zeros((0, 1), np.int32)
     nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
     windowed = tuple(WindowedTable(pool.reach, nobody, none) for pool in config.windowed)
     pages = RoundTables(table, table, config.page_size, windowed)

@@ -79,10 +79,13 @@ class ReadPiece:
         from attention.recurrence.index import StateIndex, slots_of_rows
 
         rows = np.array(self.rows)
-        start, lens = self.start[rows], (self.stop - self.start)[rows]
-        replay, num_new = 0 * start, lens
+        start = self.start[rows]
+        lens = (self.stop - self.start)[rows]
+        replay = 0 * start
+        num_new = lens
         if self.replay is not None:
-            replay, num_new = self.replay[rows], np.full_like(start, self.num_new)
+            replay = self.replay[rows]
+            num_new = np.full_like(start, self.num_new)
         return StateIndex.of(slots_of_rows(rows), start, replay, num_new)
 
 
@@ -101,9 +104,11 @@ class DummyRows:
         Raises:
             CacheTooSmallError: the cache cannot hold them.
         """
-        page_size, num_pages = target.runner.page_size, fewest_pages(target)
+        page_size = target.runner.page_size
+        num_pages = fewest_pages(target)
         width = -(-int(lens.max()) // page_size)
-        needed, device = len(lens) * width, target.hf_model.device
+        needed = len(lens) * width
+        device = target.hf_model.device
         if num_pages - 1 < needed:
             raise CacheTooSmallError(
                 f"the KV cache has {num_pages - 1} pages of {page_size} tokens; at least {needed} are needed"
@@ -129,8 +134,11 @@ class DummyRows:
         keep_aux: bool = False,
     ) -> Tensor:
         """Logits [R, V] of the tokens `logits_indices` [R] of a piece, float32. keep_aux: see `Target.forward`."""
-        target, rows = self.target, list(piece.rows)
-        start, stop, table = piece.start[rows], piece.stop[rows], self.table[rows]
+        target = self.target
+        rows = list(piece.rows)
+        start = piece.start[rows]
+        stop = piece.stop[rows]
+        table = self.table[rows]
         query_start_loc = starts_of(stop - start).astype(np.int32)
         batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
         section = BatchSection("batch")
@@ -151,7 +159,8 @@ class DummyRows:
     def _given(self, piece: ReadPiece) -> Tensor:
         """The ids of a piece's tokens [T], wrong drafts after the right ones."""
         vocab = self.target.num_embeddings
-        right, given = piece.right_tokens(self.ids), []
+        right = piece.right_tokens(self.ids)
+        given = []
         for row, own in zip(piece.rows, right, strict=True):
             wrong = self.ids[row][piece.start[row] + len(own) : piece.stop[row]]
             given += [own, (wrong + 1) % vocab]
@@ -202,7 +211,8 @@ def likely_cause(model: PreTrainedModel) -> str:
     indexed = next((type(module).__name__ for module in model.modules() if reads_indices(module)), None)
     if indexed is not None:
         return f" ({indexed} attends to keys that an indexer chooses, in another way than those that are served)"
-    ids, count = torch.ones((1, _ASKED), dtype=torch.long, device=model.device), torch.arange(_ASKED)
+    ids = torch.ones((1, _ASKED), dtype=torch.long, device=model.device)
+    count = torch.arange(_ASKED)
     try:
         with attention_implementation(attention_configs(model), "eager"):
             plain, given, stretched = (
@@ -245,10 +255,14 @@ def verifications(target: Target, prompts: np.ndarray) -> list[ReadPiece]:
     num_new, most = ((0, 1, 1), 2) if rule.defers else ((1, 1), 3)
     drafts = min(rule.num_drafts, most)
     accepted = min(drafts, max(drafts - 1, 1))
-    pieces, start, replay = [], prompts, np.zeros_like(prompts)
+    pieces = []
+    start = prompts
+    replay = np.zeros_like(prompts)
     for number, new in enumerate(num_new, 1):
-        stop, next_start = start + 1 + drafts, start + 1 + accepted
+        stop = start + 1 + drafts
+        next_start = start + 1 + accepted
         right = stop if number == len(num_new) else next_start
         pieces.append(ReadPiece(start, stop, range(len(prompts)), right, replay, new))
-        start, replay = next_start, accepted + (0 * replay if new else 1 + replay)
+        start = next_start
+        replay = accepted + (0 * replay if new else 1 + replay)
     return pieces

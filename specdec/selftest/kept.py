@@ -63,7 +63,8 @@ def self_test_of(mode: str, key: str | None) -> SelfTest:
     """mode: the load option self_test. key: the start's fingerprint; None where no verdict of it may be kept."""
     if key is None:
         return SelfTest("quick") if mode == "quick" else FULL
-    file, error = cache_folder() / "self-tests" / key, None
+    file = cache_folder() / "self-tests" / key
+    error = None
     if mode == "cached":
         with suppress(OSError, ValueError):
             error = float(file.read_text("utf-8"))

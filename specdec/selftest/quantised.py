@@ -27,7 +27,8 @@ from specdec.wrapped.quantised_layers import Fp8Layers, Mxfp4Experts
 
 _BATCH_TOKENS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
-_FAINT, _LOUD = 1e-3, 100.0
+_FAINT = 1e-3
+_LOUD = 100.0
 _SAME = 1e-3
 """Tolerated relative rms difference of a row between batches; rounding a row to 8 bits, or not, makes 3e-3 or more."""
 _LINEAR = 1e-4
@@ -74,7 +75,8 @@ def rounds_activations(model: nn.Module) -> bool:
     """
     for _, layer, x in _one_of_each_kind(model):
         bias = layer(torch.zeros_like(x)).double()
-        whole, parts = layer(x + x.flip(1)), (layer(x).double() + layer(x.flip(1)).double() - bias)
+        whole = layer(x + x.flip(1))
+        parts = layer(x).double() + layer(x.flip(1)).double() - bias
         if not relative_errors(whole.flatten(), parts.flatten()) <= _LINEAR:
             return True
     return False
@@ -109,7 +111,8 @@ def _cause(layer: Any) -> str:
     )
 
 
-_TOLERANCE, _ROUNDED = 0.01, 0.03
+_TOLERANCE = 0.01
+_ROUNDED = 0.03
 """Largest error of a matmul over its result, rms of any block of rows: bfloat16 rounds by 0.002; and of
 two with a rounding to 8 bits between them, which a last bit moves by a step."""
 _TOKENS = (3, 40)
@@ -144,12 +147,14 @@ def mxfp4_self_test(model: nn.Module) -> None:
 @torch.inference_mode()
 def _test_packed(name: str, module: Any, run: Callable[..., Tensor]) -> None:
     """Compare packed experts with their operator's results on a CPU, for the first and the last expert."""
-    ends, small = [0, module.num_experts - 1], copy.copy(module)
+    ends = [0, module.num_experts - 1]
+    small = copy.copy(module)
     device = next(module.parameters()).device
     # A new dict: the shallow copy shares the module's own, into which assigned parameters would go.
     small._parameters = {n: None if p is None else p[ends].cpu() for n, p in module._parameters.items()}
     x = torch.randn(_BATCH_TOKENS, module.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
-    index, weights = torch.arange(_BATCH_TOKENS)[:, None] % 2, torch.ones(_BATCH_TOKENS, 1, dtype=x.dtype)
+    index = torch.arange(_BATCH_TOKENS)[:, None] % 2
+    weights = torch.ones(_BATCH_TOKENS, 1, dtype=x.dtype)
     theirs = torch.tensor(ends)[index].to(device)
     for tokens in (1, _BATCH_TOKENS):
         part = slice(tokens)
@@ -158,7 +163,8 @@ def _test_packed(name: str, module: Any, run: Callable[..., Tensor]) -> None:
 
 
 def _test_linear(name: str, module: Any, tokens: int) -> None:
-    weight, static = module.weight, module.activation_scale
+    weight = module.weight
+    static = module.activation_scale
     x = _random(tokens, weight, static)
     ours = fp8_linear(x, weight, module.weight_scale_inv, None, static).float()
     blocks = module.weight_scale_inv.reshape(1, 1) if module.block_size is None else module.weight_scale_inv
@@ -170,7 +176,8 @@ def _test_linear(name: str, module: Any, tokens: int) -> None:
 
 
 def _test_experts(name: str, module: Any) -> None:
-    stack, scales = module.down_proj, module.down_proj_scale_inv
+    stack = module.down_proj
+    scales = module.down_proj_scale_inv
     index = torch.arange(3, device=stack.device)[:, None] % len(stack)
     x = _random(3, stack, None)
     ours = expert_matmul(x[:, None].float(), stack, scales, index)

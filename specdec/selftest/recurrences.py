@@ -73,8 +73,11 @@ def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
     >>> [max(row[1] for rows in launches(FoldRule.deferred(k)) for row in rows) for k in (1, 2, 3, 7)]
     [14, 12, 12, 8]
     """
-    drafts, one = rule.num_drafts, np.ones(3, np.int64)
-    some, verified, decodes = drafts // 2, 1 + drafts, one > 0
+    drafts = rule.num_drafts
+    one = np.ones(3, np.int64)
+    some = drafts // 2
+    verified = 1 + drafts
+    decodes = one > 0
     found: list[tuple[Row, ...]] = [((70, 0, 70), (5, 0, 5), (19, 0, 19))]
     replay = np.zeros_like(one)
     num_new = rule.num_new(replay, one, np.array([False, True, True]))
@@ -82,7 +85,8 @@ def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
     accepted = [(0, drafts, some), (drafts, some, drafts), (0, drafts, some), (drafts, 0, drafts), (some, drafts, 0)]
     stored = continued = ~decodes
     while len(found) < 4 or (rule.defers and not continued.all()):
-        number, continued = len(found) - 2, stored
+        number = len(found) - 2
+        continued = stored
         replay = np.where(num_new > 0, 0, 1 + replay) + np.array(accepted[min(number, len(accepted) - 1)])
         num_new = rule.num_new(replay, one, decodes)
         stored = stored | ((replay > 0) & (num_new > 0))
@@ -93,10 +97,12 @@ def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
 
 def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
     """One recurrence: outputs of every launch, and the states after it."""
-    device, dtype = tensors_of(states.states[0])[0].device, states.dtype
+    device = tensors_of(states.states[0])[0].device
+    dtype = states.dtype
     generator = torch.Generator().manual_seed(0)
     group = replace(states.group, specs=(spec,), num_slots=1 + len(_SLOTS))
-    (right,), (ours,) = allocate_states(group, dtype, _CPU), allocate_states(group, dtype, device)
+    (right,) = allocate_states(group, dtype, _CPU)
+    (ours,) = allocate_states(group, dtype, device)
     pairs = list(zip(tensors_of(ours), tensors_of(right), strict=True))
     for own, other in pairs:
         own.copy_(other.copy_(torch.randn(own.shape, generator=generator)))  # as of requests before
@@ -159,17 +165,23 @@ def _inputs(
         case DeltaSpec():
             q, k = (drawn(count, spec.num_k_heads, spec.k_dim) for _ in range(2))
             gates = (spec.num_v_heads, spec.k_dim) if spec.vector_gate else (spec.num_v_heads,)
-            g, beta = -0.2 * uniform(count, *gates), uniform(count, spec.num_v_heads)
+            g = -0.2 * uniform(count, *gates)
+            beta = uniform(count, spec.num_v_heads)
             v = drawn(count, spec.num_v_heads, spec.v_dim)
             return "gated_delta", (q, k, v, g, beta, spec.k_dim**-0.5, True)
         case SsdSpec():
             heads = spec.num_heads
-            x, dt, a = drawn(count, heads, spec.head_dim), 0.3 * uniform(count, heads), -uniform(heads) - 0.1
+            x = drawn(count, heads, spec.head_dim)
+            dt = 0.3 * uniform(count, heads)
+            a = -uniform(heads) - 0.1
             b, c = (drawn(count, spec.num_groups, spec.num_states) for _ in range(2))
             return "ssd_scan", (x, dt, a, b, c, drawn(heads))
         case ScanSpec():
-            width, states = spec.channels, spec.num_states
-            x, dt, a = drawn(count, width), 0.3 * uniform(count, width), -uniform(width, states) - 0.1
+            width = spec.channels
+            states = spec.num_states
+            x = drawn(count, width)
+            dt = 0.3 * uniform(count, width)
+            a = -uniform(width, states) - 0.1
             b, c = (drawn(count, states) for _ in range(2))
             return "selective_scan", (x, dt, a, b, c, drawn(width))
 

@@ -73,7 +73,8 @@ class RoutedReader:
             yield
         begin = 0
         for row, (a, b) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
-            own, before = [call.tokens(begin, begin + b - a) for call in seen], self.rows.get(row)
+            own = [call.tokens(begin, begin + b - a) for call in seen]
+            before = self.rows.get(row)
             self.rows[row] = (
                 own if before is None else [x.tokens(0, a).then(y) for x, y in zip(before, own, strict=True)]
             )

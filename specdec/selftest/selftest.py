@@ -38,8 +38,11 @@ from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
 from specdec.wrapped.target import Target
 
 _PROMPT_LENS = np.array([19, 5, 11])
-_NEIGHBOURS, _AT_A_TIME = 32, 16
-_LONG_ROW, _LONG_ROW_ON_CPU, _LONGEST_ROW = 256, 64, 512
+_NEIGHBOURS = 32
+_AT_A_TIME = 16
+_LONG_ROW = 256
+_LONG_ROW_ON_CPU = 64
+_LONGEST_ROW = 512
 """Longest row of the real weights' test in float32; on a CPU, whose backend has no tiles and has read longer rows of
 the twin; and without a twin."""
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
@@ -63,7 +66,8 @@ SELF_TEST_TEXT = (
 )
 """Plain enough for any tokenizer and any target trained on English."""
 _MOST_TOKENS = 256
-_BATCHES, _LARGE_BATCH = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 31, 32, 33, 48, 64, 65, 200), 600
+_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 31, 32, 33, 48, 64, 65, 200)
+_LARGE_BATCH = 600
 """Tokens for every tile of `triton_invariant_linear`, and of oneDNN's kernels."""
 
 
@@ -80,7 +84,8 @@ def check_target(
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
             depend on the batch, and of recurrent layers' kernels with wrong results.
     """
-    room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
+    room = min(max_model_len, _room(target))
+    half = probed.model.dtype in HALF
     if has_quantised(probed.model):
         from specdec.selftest.quantised import quantised_self_test
 
@@ -138,7 +143,8 @@ def _self_test(target: Target, longest: int) -> float:
     tail = verifications(target, none)[-1].stop
     lens = _PROMPT_LENS + tail
     lens[0] = max(lens[0], longest)
-    prompts, rows = lens - tail, DummyRows.of(target, lens)
+    prompts = lens - tail
+    rows = DummyRows.of(target, lens)
     alone = ReadPiece(prompts if target.states is None else none, lens, (0,))  # a state is at its row's end
     pieces = [ReadPiece(none, prompts, range(len(lens))), *verifications(target, prompts)]
     error = _largest(_errors(rows, [*pieces, alone]))
@@ -146,7 +152,8 @@ def _self_test(target: Target, longest: int) -> float:
         return error
     chosen = ""
     if has_mixtures(target.hf_model):
-        error, chosen = _largest(_routed_errors(rows, pieces, alone)), " that is given the same choices of experts"
+        error = _largest(_routed_errors(rows, pieces, alone))
+        chosen = " that is given the same choices of experts"
         if _fits(target, error):
             return error
     hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if _eight_bits(target) else ""
@@ -198,7 +205,8 @@ def _read(rows: DummyRows, piece: ReadPiece) -> list[Tensor]:
 
     Aux hidden states are kept if their buffer has room for the tokens.
     """
-    target, model = rows.target, rows.target.hf_model
+    target = rows.target
+    model = rows.target.hf_model
     if len(piece.rows) > 1:
         with errors_named(model, "three rows are read through the paged attention"):
             return rows.read_by_row(piece)
@@ -243,7 +251,9 @@ def invariance_test(target: Target, model: Callable[..., Any] | None = None) -> 
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     ends = _lens_that_fit(target)
-    rows, none, everyone = DummyRows.of(target, ends), np.zeros_like(ends), range(len(ends))
+    rows = DummyRows.of(target, ends)
+    none = np.zeros_like(ends)
+    everyone = range(len(ends))
     whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
     right = whole if model is None else read_eager(target.hf_model, rows.ids)
     error = _largest([_error(*pair) for pair in zip(whole, right, strict=True)])
@@ -315,7 +325,8 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[Tensor, Tensor]:
             "this model"
         )
     token_ids = torch.tensor(ids[:_MOST_TOKENS], device=model.device)
-    decoder, width = decoder_of(model), model.config.get_text_config().hidden_size
+    decoder = decoder_of(model)
+    width = model.config.get_text_config().hidden_size
     return token_ids, last_states(decoder, decoder(input_ids=token_ids[None], use_cache=False), width)[0]
 
 

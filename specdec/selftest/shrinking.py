@@ -21,7 +21,8 @@ VOCAB = 128
 MAX_POSITIONS = 512
 """Positions that a miniature has; its rows are shorter."""
 _HIDDEN, _HEADS, _HEAD_DIM, _ROPE_DIM = 64, 4, 16, 8
-_LOW, _FAR = 20, 4096
+_LOW = 20
+_FAR = 4096
 """A threshold that is exercised, and one that no row of a miniature reaches."""
 _MOST_LAYERS = 8
 _LAYER_COUNT = re.compile(r"num_hidden_layers|n_layers?|(num_)?((de|en)coder_)?layers|depth")

@@ -199,10 +199,12 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     """
     lens = np.maximum(np.minimum(_LENS, max_model_len), _SHORTEST)
     target = _target_of(small, lens)
-    rows, none = DummyRows.of(target, lens), np.zeros_like(lens)
+    rows = DummyRows.of(target, lens)
+    none = np.zeros_like(lens)
     right = read_eager(small.model, rows.ids)
     prompt = lens - VERIFY_LEN
-    first, second = np.minimum(prompt, [24, 5, 17]), np.minimum(prompt, [150, 5, 53])
+    first = np.minimum(prompt, [24, 5, 17])
+    second = np.minimum(prompt, [150, 5, 53])
     pieces = [
         ReadPiece(none, first, (0, 1, 2)),
         ReadPiece(first, second, (0, 2)),
@@ -232,10 +234,12 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
 
 def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[Tensor], with_none: bool) -> str | None:
     """A description of what is wrong with a piece's logits, or None. with_none: read it without logits, too."""
-    states, own = rows.target.states, torch.cat(piece.right_tokens(right))
+    states = rows.target.states
+    own = torch.cat(piece.right_tokens(right))
     kept = None if states is None else states.copied()
     read = list(piece.rows)
-    a, b = piece.start[read], piece.stop[read]
+    a = piece.start[read]
+    b = piece.stop[read]
     tried = f"{len(read)} row(s) are read from token {a.tolist()} to {b.tolist()}"
     for logits_indices in _selections(b - a, with_none):
         if states is not None and kept is not None:

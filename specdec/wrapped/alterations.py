@@ -178,7 +178,8 @@ def _origin(function: Any) -> tuple[str, str]:
     """Name and module of a function; of any other callable, of its class."""
     while isinstance(function, partial):
         function = function.func
-    kind, file = type(function), getattr(function, "__module__", None)
+    kind = type(function)
+    file = getattr(function, "__module__", None)
     return getattr(function, "__qualname__", kind.__qualname__), file if isinstance(file, str) else kind.__module__
 
 

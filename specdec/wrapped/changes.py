@@ -159,7 +159,8 @@ class LiveModel:
         settings: the model's settings; default: the current ones, including those that forwards change themselves.
         """
         snapshot = _Snapshot.of(tuple(model.modules()), captured)
-        adapted, found = adapter_layers(model), settings or Settings.of(model)
+        adapted = adapter_layers(model)
+        found = settings or Settings.of(model)
         uncalled = snapshot.modules if captured else uncalled
         tables = hook_tables(uncalled) if uncalled else ()
         buffers = (*_buffers(uncalled if captured else (), False), *_buffers(tabulated, True))
@@ -201,10 +202,12 @@ class LiveModel:
         """What has changed and a remedy, in words."""
         now = adapter_states(self.adapted)
         if now != self.adapters:
-            before, after = in_words(self.adapters), in_words(now)
+            before = in_words(self.adapters)
+            after = in_words(now)
             found = f"{before} when it was wrapped and are {after} now" if before != after else f"{before}, scaled anew"
             yield f"the adapters of the model were {found}; switch them back{_OR_AGAIN}"
-        captured, vocabulary = bool(self.snapshot.held), _vocabulary(self.model)
+        captured = bool(self.snapshot.held)
+        vocabulary = _vocabulary(self.model)
         if _Snapshot.of(self.snapshot.modules, captured) != self.snapshot or vocabulary != self.vocabulary:
             yield from self._changes_of_weights(captured, vocabulary)
         yield from self._changes_of_settings()
@@ -224,7 +227,8 @@ class LiveModel:
             )
 
     def _changes_of_weights(self, captured: bool, vocabulary: tuple[int, ...]) -> Iterator[str]:
-        before, now = self.snapshot, _Snapshot.of(tuple(self.model.modules()), captured)
+        before = self.snapshot
+        now = _Snapshot.of(tuple(self.model.modules()), captured)
         if set(before.kinds) != set(now.kinds):
             yield (
                 f"the model's parameters were {_words(before)} when it was wrapped and are {_words(now)} now, "

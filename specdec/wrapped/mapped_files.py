@@ -31,8 +31,10 @@ class MappedFiles:
 
         weight: contiguous.
         """
-        first, last = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+        first = weight.data_ptr()
+        last = weight.data_ptr() + weight.nbytes
         page = mmap.PAGESIZE
-        begin, end = -(-first // page) * page, last // page * page
+        begin = -(-first // page) * page
+        end = last // page * page
         if begin < end and any(start <= first and last <= stop for start, stop in self._places):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

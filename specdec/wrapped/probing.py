@@ -140,7 +140,8 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
             f"and no mask its forward raises {named_error(error)}"
         ) from error
-    calls, recurrent = found.calls, found.recurrent_calls
+    calls = found.calls
+    recurrent = found.recurrent_calls
     if not recurrent:
         _check_attention_alone(model, calls)
     layers = _decoder_layers(model, calls, recurrent)
@@ -214,7 +215,8 @@ def _check_attention_alone(model: PreTrainedModel, calls: Calls) -> None:
 
     A hybrid class whose configuration has attention layers only is a plain model.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
+    config = model.config.get_text_config()
     num_layers = int(config.num_hidden_layers)
     plain = len(calls) == num_layers and bool(modeling_files(list(model.modules())))
     if getattr(model, "_is_stateful", False) and not plain:  # transformers' flag of models with further state

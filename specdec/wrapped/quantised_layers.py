@@ -167,7 +167,8 @@ class Fp8Layers:
                 raise UnsupportedModelError(f"{what}: {name}{fault}")
         self.linear = {n: m for n, m in found.items() if isinstance(m, FP8Linear)}
         self.experts = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
-        modules, holder = tuple(found.values()), object()
+        modules = tuple(found.values())
+        holder = object()
         _check_device(what, next(modules[0].parameters()).device)
         for module in modules:
             _set_class(module, _OURS)
@@ -257,7 +258,8 @@ def _faults(module: Any) -> Iterator[str]:
                 "and up projections would share a block"
             )
     else:
-        shape, scales = list(module.weight.shape), list(module.weight_scale_inv.shape)
+        shape = list(module.weight.shape)
+        scales = list(module.weight_scale_inv.shape)
         expected = [] if module.block_size is None else [math.ceil(size / BLOCK) for size in shape]
         if scales != expected:
             yield (
@@ -296,7 +298,8 @@ class Mxfp4Experts(nn.Module):
         self.num_experts = config.num_local_experts
         self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
         self.limit = float(getattr(config, "swiglu_limit", 7.0))
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         for name, rows, width in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
             shape = (self.num_experts, rows, width // MXFP4_BLOCK)
             blocks, scales = (torch.zeros(*shape, *more, dtype=torch.uint8) for more in ((MXFP4_BLOCK // 2,), ()))

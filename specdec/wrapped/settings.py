@@ -129,7 +129,8 @@ class Settings:
         ]
         found = (place for place in _places(named) if place.key not in moving)
         places = tuple(place for place in found if place.built_in or not built_in_only)
-        values, modules = _read(places), tuple(module for _, module in named)
+        values = _read(places)
+        modules = tuple(module for _, module in named)
         deep = {i: _comparable(v) for i, v in enumerate(values) if isinstance(v, (Tensor, *_CONTAINERS))}
         return cls(roots, moving, places, values, deep, modules, _sizes(modules), list(map(type, modules)))
 
@@ -228,7 +229,8 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _of_module(name: str, module: nn.Module) -> Iterator[_Place]:
-    own, attends = vars(module), _attends(module)
+    own = vars(module)
+    attends = _attends(module)
     left_out = _OF_EVERY_MODULE | _MOVING | _OURS
     if type(module).__module__.startswith("torch."):
         left_out |= _SIZES

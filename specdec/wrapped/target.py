@@ -246,15 +246,19 @@ class Target:
         """
         attend = partial(self.runner.attend, planned)
         positions = planned.metadata.positions if self.long_rope is None else self.rotary_positions(planned.metadata)
-        ids, rows, num_tokens = token_ids, logits_indices, len(token_ids)
+        ids = token_ids
+        rows = logits_indices
+        num_tokens = len(token_ids)
         if model is not None:
-            ids, positions = _at_least_two(ids), _at_least_two(positions)
+            ids = _at_least_two(ids)
+            positions = _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         served = attend if len(ids) == num_tokens else _once(attend)
         recur = None if self.states is None else self.recur(planned)
         kept = num_tokens if keep_aux else 0
         if model is None and self.steps is not None:
-            inputs, aux = (ids, positions, *(() if rows is None else (rows,))), self._recorder.buffer[:kept]
+            inputs = (ids, positions, *(() if rows is None else (rows,)))
+            aux = self._recorder.buffer[:kept]
             live = partial(self._live, ids, positions, rows, kept)
             return TargetOutput(self.steps.launch(live, inputs, attend, aux), aux)
         logits = self.launch(ids, positions, rows, served, self.hf_model if model is None else model, recur, kept)

@@ -291,8 +291,10 @@ class Manager:
     def _queue(self) -> None:
         """What is new joins the call, all of it at once: the model is looked at once for a call."""
         with self._change:
-            new, self._new = self._new, []
-            gone, self._cancelled = self._cancelled, set()
+            new = self._new
+            self._new = []
+            gone = self._cancelled
+            self._cancelled = set()
         if new:
             prompts, params, ongoing = zip(*new, strict=True)
             stream = self.model.stream(list(prompts), list(params))
@@ -342,7 +344,8 @@ class Manager:
         with self._change:
             self._fail(self._ongoing.values(), "the manager was stopped" if error is None else named_error(error))
             self._ongoing.clear()
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is not None:
             stream.close()
         with self._change:

@@ -36,7 +36,8 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{most}}}" for most in (*range(
 Of a string near its `maxLength` the masks take half as long: 0.05 ms in the mean of 200 for 0.09, 1.1 at most for 2.1
 (128k tokens, one core)."""
 _KEPT = 256
-COMPILE_SECONDS, FILL_SECONDS = 30.0, 4.0
+COMPILE_SECONDS = 30.0
+FILL_SECONDS = 4.0
 """Time limits of llguidance: to compile a grammar, and to compute the masks of next tokens (usually tens of us)."""
 _MOST_LOST = 8
 STUCK = (
@@ -167,7 +168,8 @@ class GrammarCompiler:
                 f"a grammar needs a fast tokenizer (PreTrainedTokenizerFast), not {type(tokenizer).__name__}; or an "
                 "object with fill, advance and rollback"
             )
-        self._lib, self.eos = llguidance, eos
+        self._lib = llguidance
+        self.eos = eos
         size = max(vocab_size, len(tokenizer))
         self.words = -(-size // 32)
         self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos, slices=_SLICES)
@@ -266,7 +268,8 @@ class GrammarCompiler:
 
     def _check_spelled(self, grammar: Grammar, matcher: Any) -> None:
         """Raises ValueError: the vocabulary has no tokens for it."""
-        first, mask = matcher.deep_copy(), np.zeros((1, self.words), np.int32)
+        first = matcher.deep_copy()
+        mask = np.zeros((1, self.words), np.int32)
         if not self.fill([(first, 0, [])], mask):
             raise ValueError(STUCK)
         texts = []
@@ -387,7 +390,8 @@ class GrammarCompiler:
             token = f" | TEXT {self._written(trigger)}" if trigger in self._special else ""
             schema = json.loads(self._json(tag["schema"]))["grammars"][0]["json_schema"]
             body = f"%json {json.dumps(schema, ensure_ascii=False)}"
-            begin, end = self._marked(tag["begin"][len(trigger) :]), self._marked(tag["end"])
+            begin = self._marked(tag["begin"][len(trigger) :])
+            end = self._marked(tag["end"])
             parts.append(f"(head_{place}{token}) {begin} {body} {end}")
         return f"{lark}start: ({' | '.join(parts)})* TEXT"
 

@@ -125,7 +125,8 @@ class FollowedGrammar(RequestGrammar):
         self._restart()
 
     def _restart(self) -> None:
-        self._matcher, self._state = self._compiled.matcher() if self._begins else None, 0
+        self._matcher = self._compiled.matcher() if self._begins else None
+        self._state = 0
 
     def started(self, new_ids: Sequence[int]) -> bool:
         """See `RequestGrammar.started`."""

@@ -156,7 +156,8 @@ class HeldPages:
         if self._held:
             now = time.monotonic()
             over = [lease for lease, held in self._held.items() if held.until <= now]
-            ended, self._over = self._over, []
+            ended = self._over
+            self._over = []
             leases = [lease for lease in dict.fromkeys((*ended, *self.finished(), *over)) if lease in self._held]
         late = [(number, own.settled) for number, own in self.reserved.items()]
         return Due(tuple(leases), tuple(number for number, settled in late if settled is not None and settled()))

@@ -77,16 +77,19 @@ class RankEnd:
         """
         ranks = model.ranks
         number = 0 if ranks is None else ranks.rank
-        device, part = str(model.device), 0 if ranks is None else _part(ranks)
+        device = str(model.device)
+        part = 0 if ranks is None else _part(ranks)
         bounds: Bounds = ()
         for runner in model.runners:
             is_head = model.head is not None and runner is model.runners[-1]  # the head is not divided among ranks
             bounds += bind(runner.group, runner.layers, own_part=0 if is_head else part)
         address = transport.start(engine if number == 0 else f"{engine}-rank-{number}", bounds, device)
-        self.transport, self._bounds = transport, bounds
+        self.transport = transport
+        self._bounds = bounds
         self.groups = [runner.group.name for runner in model.runners]
         self.table = RankTable(number, device, tuple(bound.region for bound in bounds), dict(address))
-        held.finished, held.revoke = transport.finished, transport.revoke
+        held.finished = transport.finished
+        held.revoke = transport.revoke
         held.grant = lambda lease, pages: transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
 
     def read_plan(self, handoff: Handoff, pages: Pages) -> ReadPlan:
@@ -158,7 +161,8 @@ class Link:
         Raises:
             InvalidInputError, TransferError: see `Transfers.open`.
         """
-        self._model, self._guests = model, guests
+        self._model = model
+        self._guests = guests
         self._engine_name = f"specdec-{uuid.uuid4().hex}"
         self._end = RankEnd(model, guests.held, own, self._engine_name)
         self._versions = WeightVersions(model.hf_model, model.head)
@@ -213,7 +217,8 @@ class Link:
         Raises:
             HandoffMismatchError: it cannot. InvalidInputError, CacheTooSmallError: see `MovingRequests.check_moved`.
         """
-        source, groups = handoff.source, self._end.groups
+        source = handoff.source
+        groups = self._end.groups
         if source.transport != self._end.transport.name:
             raise HandoffMismatchError(
                 f"the request was handed over by transport {source.transport!r}, and this model has "
@@ -235,10 +240,12 @@ class Link:
 
     def _wrong_drafts(self, tensors: Mapping[str, Tensor]) -> str:
         """Why drafts cannot be verified here, "" if they can: an id outside of the vocabulary would end a round."""
-        drafts, most = tensors.get("drafts"), self._model.num_speculative_tokens
+        drafts = tensors.get("drafts")
+        most = self._model.num_speculative_tokens
         if drafts is None:
             return ""
-        vocab, count = self._model.target.num_embeddings, len(drafts) if drafts.dim() == 1 else -1
+        vocab = self._model.target.num_embeddings
+        count = len(drafts) if drafts.dim() == 1 else -1
         if drafts.dtype != torch.int64 or not 0 < count <= most or not 0 <= drafts.min() <= drafts.max() < vocab:
             return f"it brings drafts {drafts.tolist()}; allowed are 1 to {most} ids from 0 to {vocab - 1}"
         width = self._model.head.draft_vocab_size
@@ -277,7 +284,8 @@ class Link:
 
 def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Json, Json]:
     """Two fingerprints, without the entries that engines of different numbers of ranks cannot compare."""
-    here, there = dict(own), dict(other)
+    here = dict(own)
+    there = dict(other)
     counts = {len(shares) for each in (here, there) if isinstance(shares := each.get(_SHARES), list)}
     if len(counts) == 2:
         del here[_SHARES], there[_SHARES]
@@ -290,7 +298,8 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> Json:
 
     weights, shares: the target's, see `shared_fingerprint`.
     """
-    head, states = model.head, model.target.states
+    head = model.head
+    states = model.target.states
     modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))
     adapters = in_words(adapter_states(adapter_layers(model.hf_model)))
     formats = {r.group.name: r.group.format for r in model.runners}

@@ -218,7 +218,8 @@ class MovingRequests(Guests):
         own = (request.token_ids, request.params, limit, request.sample_index, request.eos_token_ids)
         queued = engine.admission.request(engine.take_id(), *own)
         request_id = engine.queue(queued)
-        self._seconds[queued], queued.leaves = request.seconds, True
+        self._seconds[queued] = request.seconds
+        queued.leaves = True
         return request_id
 
     def check_leaving(self, request: Leaving) -> int:

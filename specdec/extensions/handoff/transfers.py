@@ -269,7 +269,8 @@ class Transfers:
 
     def close(self) -> None:
         """Close the transport that is open. Idempotent."""
-        link, self._link = self._link, None
+        link = self._link
+        self._link = None
         if link is not None:
             link.close()
 

@@ -208,7 +208,8 @@ def _learnt(pairs: Pairs) -> dict[int, int]:
 
 def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> tuple[str, ...]:
     """The commonest draft ids that come with another token than the map's."""
-    learnt, hits = _learnt(pairs), Counter(pairs)
+    learnt = _learnt(pairs)
+    hits = Counter(pairs)
     found = [
         f"draft id {draft} is token {tokens[draft]} by d2t, and comes with token {learnt[draft]} in "
         f"{hits[draft, learnt[draft]]} of {total} places"

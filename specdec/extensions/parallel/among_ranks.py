@@ -267,7 +267,8 @@ class FollowedTransfers:
 
     def close(self) -> None:
         """Idempotent."""
-        end, self.end = self.end, None
+        end = self.end
+        self.end = None
         if end is not None:
             end.transport.close()
 

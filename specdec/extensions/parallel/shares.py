@@ -220,5 +220,6 @@ def divide_rows(layer: Any, rank: int, size: int) -> None:
     """Let each rank multiply its own rows of `layer`."""
     # In place, so that the module and its weight, which heads and a tied embedding share, stay the same objects.
     layer.__class__ = DividedRows
-    layer.size, layer.count = size, -(-layer.out_features // size)
+    layer.size = size
+    layer.count = -(-layer.out_features // size)
     layer.first = min(rank * layer.count, layer.out_features)

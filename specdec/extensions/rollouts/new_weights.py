@@ -51,7 +51,8 @@ def renew(model: Any, what: str, change: Callable[[], None]) -> float:
         for weight in model.hf_model.parameters():
             if isinstance(weight, PackedWeight):
                 weight.matrix.pack()
-        head, output = model.head, model.hf_model.get_output_embeddings()
+        head = model.head
+        output = model.hf_model.get_output_embeddings()
         if isinstance(head, DraftsOnSome) and head.draft_rows is not None and (now := dense_weight(output)) is not None:
             head.renew_draft_rows(now)
         model.self_test_error = self_test(model.target)

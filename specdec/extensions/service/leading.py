@@ -138,7 +138,8 @@ class Leader:
 
     def _hand_over(self) -> None:
         """Put the updates of the last round into the streams, and wake their event loops."""
-        told, self._told = self._told, set()
+        told = self._told
+        self._told = set()
         for place, update in self.shared.received(self.call):
             own, index = self.owners[place] if not update.last else self.owners.pop(place)
             if (stream := own()) is None:

@@ -81,7 +81,8 @@ class AnswerParser:
             step = self._outside if self._open is None else self._within
             if not step(final):
                 break
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def _outside(self, final: bool) -> bool:

@@ -36,7 +36,8 @@ from specdec.wrapped.probing import decoder_of, last_states, probe_target
 
 _EVALUATED_PROMPTS = 64
 _EVALUATED_TOKENS = 512
-_TIMED_TOKENS, _TIMED_RUNS = 32, 5
+_TIMED_TOKENS = 32
+_TIMED_RUNS = 5
 _SHOWN_LENGTHS = (2, 2.5, 3)
 """Acceptance lengths whose speed-up is shown before training."""
 
@@ -153,7 +154,8 @@ class TrainingPlan:
         ready = self.recipe.finished
         evaluate = evaluation(self.model, measured, self.config.ttt_steps, ready, max_new_tokens, speedup)
         with locked(output):
-            head, save = self.recipe.start(training.token_counts), self.recipe.save
+            head = self.recipe.start(training.token_counts)
+            save = self.recipe.save
             return train(
                 self.config,
                 head,

@@ -137,7 +137,8 @@ class AnswerStore(KeptLines):
         Raises:
             RunFolderError: another process has the file. OutputError: it cannot be read or written.
         """
-        self._key, self.damaged = key, 0
+        self._key = key
+        self.damaged = 0
         self.answers: dict[str, list[int]] = {}
         super().__init__(path, path.with_name(f".{path.stem}.lock"))
 

@@ -32,9 +32,11 @@ def paired_experts(experts: Any, hidden: Tensor, index: Tensor, rounds: bool) ->
 def projection(experts: Any, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A mixture's matrices [E, O, I], their scales and their biases [E, O], if any. MXFP4: see `routed_experts`."""
     if hasattr(experts, f"{name}_blocks"):
-        stack, scale = getattr(experts, f"{name}_blocks").flatten(-2), getattr(experts, f"{name}_scales")
+        stack = getattr(experts, f"{name}_blocks").flatten(-2)
+        scale = getattr(experts, f"{name}_scales")
     else:
-        stack, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv", None)
+        stack = getattr(experts, name)
+        scale = getattr(experts, f"{name}_scale_inv", None)
     transposed = getattr(experts, "is_transposed", False)  # then they lie as [E, I, O]
     return stack.transpose(1, 2) if transposed else stack, scale, getattr(experts, f"{name}_bias", None)
 

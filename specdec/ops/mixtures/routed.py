@@ -55,7 +55,9 @@ def routed_experts(
         interleaved: rows of gate and up take turns; else gate's come first.
         alpha, limit: parameters of gpt-oss's clamped SwiGLU, see `activated`; None: plain SwiGLU.
     """
-    gating, scales, biases = Gating(interleaved, alpha, limit), (gate_up_scale, down_scale), (gate_up_bias, down_bias)
+    gating = Gating(interleaved, alpha, limit)
+    scales = (gate_up_scale, down_scale)
+    biases = (gate_up_bias, down_bias)
     if x.is_cuda:
         from specdec.ops.mixtures.routed_kernel import launch_routed
 
@@ -87,10 +89,12 @@ def activated(gate: Tensor, up: Tensor, alpha: float = 1.0, limit: float | None 
 
     Source: huggingface/transformers, modeling_gpt_oss.py, GptOssExperts._apply_gate.
     """
-    wide_gate, wide_up = gate.float(), up.float()
+    wide_gate = gate.float()
+    wide_up = up.float()
     if limit is None:
         return (F.silu(wide_gate) * wide_up).to(gate.dtype)
-    wide_gate, wide_up = wide_gate.clamp(max=limit), wide_up.clamp(-limit, limit)
+    wide_gate = wide_gate.clamp(max=limit)
+    wide_up = wide_up.clamp(-limit, limit)
     return ((wide_up + 1) * wide_gate * torch.sigmoid(alpha * wide_gate)).to(gate.dtype)
 
 
@@ -113,7 +117,8 @@ def dequantised_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
 
 
 MOST_EXPERTS = 1024
-SUM, SOFTMAX = "sum", "softmax"
+SUM = "sum"
+SOFTMAX = "softmax"
 """How the chosen experts' scores are normalised: divided by their sum, or as logits of a softmax among them."""
 
 
