@@ -83,7 +83,8 @@ def predict(
     table = []
     for batch_size, measured in sorted(step_times.items()):
         for k in ks:
-            tokens, seconds = expected_tokens(conditional, k), round_seconds(measured, k)
+            tokens = expected_tokens(conditional, k)
+            seconds = round_seconds(measured, k)
             cell = {
                 "batch_size": batch_size,
                 "k": k,
@@ -217,7 +218,9 @@ def _prediction(executor: Executor, plan: Plan, kept: ByArm, summaries: Sequence
     times = {plan.batch_size: {arm.k: seconds_a_round(kept[arm.name]) for arm in plan.arms}}
     sizes = tuple(size for size in plan.predict_batch_sizes if size != plan.batch_size)
     if sizes:
-        arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
+        arms = plan.arms
+        question = plan.data.questions[0]
+        asking = plan.asking
         times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
     nothing: Json = {"round_seconds": {}, "table": [], "best": {}}
     if not all(math.isfinite(seconds) and seconds > 0 for row in times.values() for seconds in row.values()):

@@ -126,9 +126,12 @@ def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None
 
 def question_sums(answer: Answer, k: int) -> dict[str, float]:
     """Counts of rounds cut at a stop, and before that (raw); tokens of the answers as each tool counts them; times."""
-    stats, rounds, turns = pool(answer.rounds), answer.rounds, answer.turns
+    stats = pool(answer.rounds)
+    rounds = answer.rounds
+    turns = answer.turns
     requests = [own for turn in turns if (own := pool(turn.rounds)).rounds]
-    raw_accepted, wall = sum(r.accepted for r in rounds), sum(turn.wall_s for turn in turns)
+    raw_accepted = sum(r.accepted for r in rounds)
+    wall = sum(turn.wall_s for turn in turns)
     sums: dict[str, float] = {
         "rounds": stats.rounds,
         "slots": stats.rounds * k,

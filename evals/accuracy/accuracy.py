@@ -233,7 +233,8 @@ def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> Json:
 
     n = len(a)
     only_a, only_b = (sum(x and not y for x, y in zip(*pair, strict=True)) for pair in ((a, b), (b, a)))
-    more, either = only_b - only_a, only_a + only_b
+    more = only_b - only_a
+    either = only_a + only_b
     centre = more / (n + 2)
     half = _Z * math.sqrt(either + 1 - more**2 / (n + 2)) / (n + 2)
     return {

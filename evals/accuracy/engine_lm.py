@@ -98,7 +98,8 @@ class EngineLM(TemplateLM):
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._thinking = Thinking.of(enable_thinking, think_end_token, chat_template_args)
-        self._schema_field, self._seed = schema_field, seed
+        self._schema_field = schema_field
+        self._seed = seed
         self._store = store
         self._report = report
         self._progress = progress

@@ -65,7 +65,8 @@ class Generation:
         eos = model.tokenizer.eos_token_id
         asked: Options = dict(normalize_gen_kwargs(dict(gen_kwargs), default_length))
         until = handle_stop_sequences(asked.pop("until"), None if eos is None else model.tokenizer.decode([eos]))
-        length, seed = asked.pop("max_gen_toks"), asked.pop("seed", None)
+        length = asked.pop("max_gen_toks")
+        seed = asked.pop("seed", None)
         _check_known(asked)
         _check_length(length, model.config.max_model_len)
         _check_temperature(gen_kwargs, asked)

@@ -76,7 +76,8 @@ class SpecdecLM(EngineLM):
         if (size := _processes()) > 1:  # of `accelerate launch` or torchrun, each with a model of its own
             if not dist.is_initialized():
                 dist.init_process_group("gloo", timeout=_TIMEOUT)
-            self._rank, self._world_size = dist.get_rank(), size
+            self._rank = dist.get_rank()
+            self._world_size = size
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def programs(resps: Sequence[Sequence[str]], docs: Sequence[dict[str, Any]]) -> 
 
 def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -> dict[str, float]:
     """lm-eval metric of one document: the share of its programs that pass."""
-    (test,), (candidates,) = references, predictions
+    (test,) = references
+    (candidates,) = predictions
     passed = [passes(f"{candidate}\n{test}\n") for candidate in candidates]
     return {"pass@1": sum(passed) / len(passed)}
 

@@ -39,7 +39,8 @@ def audit(worker: Worker, path: Path) -> Json:
         DataError: no prompt or no tokens in a line, another field, or a value that is not allowed.
     """
     model = worker.models["main"]
-    replay, dtype = Replay.of(model), model.hf_model.dtype
+    replay = Replay.of(model)
+    dtype = model.hf_model.dtype
     behind: list[Json] = []
     evidence: list[Evidence] = []
     greedy = 0
@@ -80,7 +81,8 @@ def audit(worker: Worker, path: Path) -> Json:
 def _texts(place: str, record: Any, model: Any) -> Any:
     """Prompt and new tokens as ids."""
     vocab = model.hf_model.config.get_text_config().vocab_size
-    prompt, tokens = record.get("prompt"), record.get("tokens")
+    prompt = record.get("prompt")
+    tokens = record.get("tokens")
     ids = model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     given = all(isinstance(each, list) and each for each in (ids, tokens))
     if not given or set(record) - set(_FIELDS) or not all(type(i) is int and 0 <= i < vocab for i in [*ids, *tokens]):

@@ -60,7 +60,8 @@ LEAST = 0.5
 """Expected log likelihood ratio below which a place shows nothing."""
 MOST_QUESTIONS = 64
 """Questions whose greedy answers are searched at most."""
-_CHUNK, _CANDIDATES = 8, 64
+_CHUNK = 8
+_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,8 @@ class DistributionTest:
         return exact_fit(arm, [measure(one, known) for one, known in zip(drawn, nodes, strict=True)], drawn)
 
     def _draw(self, worker: Worker, arm: Configuration, spots: Sequence[Spot], most: int) -> list[Sampled]:
-        model, drawn = worker.models[arm.model], []
+        model = worker.models[arm.model]
+        drawn = []
         for spot in spots:
             sampling = replace(spot.sampling, samples=min(spot.sampling.samples, most))
             name = f"{self.asking.seed}/{spot.trial}/{spot.place}"

@@ -274,11 +274,15 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
     followed = branches(sampled)
     known = nodes([branch.prefix for branch in followed])
     shape = (*sampled.tokens.shape, len(DEFECTS))
-    counted, scores, expected = np.ones(shape), np.zeros(shape), np.zeros(shape)
+    counted = np.ones(shape)
+    scores = np.zeros(shape)
+    expected = np.zeros(shape)
     counted[..., BONUS] = sampled.bonus
     # Cumulants of every token's score less its mean if all is right: if all is right, and under each defect.
     cumulants_of = np.zeros((2, *sampled.tokens.shape, 4, len(DEFECTS)))
-    wrong, outside, looked_at = np.zeros((2, len(DEFECTS))), np.zeros(len(DEFECTS)), np.zeros(len(DEFECTS))
+    wrong = np.zeros((2, len(DEFECTS)))
+    outside = np.zeros(len(DEFECTS))
+    looked_at = np.zeros(len(DEFECTS))
     statistic, degrees, impossible = 0.0, 0, 0
     for branch in followed:
         node, place = known[branch.prefix], (branch.rows, len(branch.prefix))
@@ -341,7 +345,8 @@ def _cells(expected: np.ndarray) -> np.ndarray:
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
     """Chi-square and its degrees of freedom, cells with small expectation put into one; (0, 0) for a single cell."""
     cells = _cells(expected)
-    observed, expected = np.bincount(cells, observed), np.bincount(cells, expected)
+    observed = np.bincount(cells, observed)
+    expected = np.bincount(cells, expected)
     if len(expected) < 2:
         return 0.0, 0
     return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
@@ -351,7 +356,8 @@ def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
     """Chi-square of two samples of one place, node by node, and its degrees of freedom."""
     from scipy.stats import chi2_contingency
 
-    statistic, degrees = 0.0, 0
+    statistic = 0.0
+    degrees = 0
     others = {branch.prefix: branch for branch in branches(right)}
     for branch in branches(left):
         other = others.get(branch.prefix)
@@ -365,5 +371,6 @@ def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
         table = np.stack([np.bincount(cells, side) for side in table])
         if table.shape[1] > 1:
             found = chi2_contingency(table, correction=False)
-            statistic, degrees = statistic + float(found.statistic), degrees + int(found.dof)
+            statistic = statistic + float(found.statistic)
+            degrees = degrees + int(found.dof)
     return statistic, degrees

@@ -115,7 +115,8 @@ def check_room(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     with torch.device("meta"):
         copy = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     weights = sum(parameter.numel() for parameter in copy.parameters())
-    needed, (free, total) = weights * dtype.itemsize, torch.cuda.mem_get_info(device)
+    needed = weights * dtype.itemsize
+    (free, total) = torch.cuda.mem_get_info(device)
     if needed > free:
         raise OutOfDeviceMemoryError(
             f"the check replays the whole target in {dtype_name(dtype)}, which takes "
@@ -265,8 +266,10 @@ def compare_greedy(
 
 
 def _arm_result(arm: Configuration, answers: Sequence[Answer], verdicts: Sequence[Divergence]) -> Json:
-    total, rounds = len(answers), [record for answer in answers for record in answer.rounds]
-    drafts, defects = sum(record.drafted for record in rounds), sum(not v.allowed for v in verdicts)
+    total = len(answers)
+    rounds = [record for answer in answers for record in answer.rounds]
+    drafts = sum(record.drafted for record in rounds)
+    defects = sum(not v.allowed for v in verdicts)
     tested = Verdict.PASS if drafts else Verdict.NOT_TESTED  # answers made without any draft are equal by construction
     return {
         "name": arm.name,

@@ -18,7 +18,9 @@ from specdec.requests import noise
 from specdec.requests.sampling import SamplingParams
 from specdec.values import Json
 
-_REQUESTS, _TOKENS, _WINNERS = 64, 16, 1024
+_REQUESTS = 64
+_TOKENS = 16
+_WINNERS = 1024
 _MOST_REPEATED = 5
 """Equal values among the winners: one or two of noise that keeps its exponent, a hundred of noise of 24 bits."""
 

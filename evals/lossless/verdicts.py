@@ -106,8 +106,10 @@ def _fit(
     """chi: chi-square and degrees of each place. power: [1 + places, D], first if every place has the defect."""
     from scipy.stats import chi2
 
-    statistic, degrees = sum(one for one, _ in chi), sum(free for _, free in chi)
-    drafts, accepted = sum(one.drafts for one in drawn), sum(one.accepted for one in drawn)
+    statistic = sum(one for one, _ in chi)
+    degrees = sum(free for _, free in chi)
+    drafts = sum(one.drafts for one in drawn)
+    accepted = sum(one.accepted for one in drawn)
     p_value = float(chi2.sf(statistic, degrees)) if degrees else None
     if impossible or p_named <= ALPHA / 2 or (p_value is not None and p_value <= ALPHA / 2):
         verdict = Verdict.FAIL
@@ -163,7 +165,8 @@ def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> np.ndarray:
     alone = np.array([pair[0].if_right for pair in pairs]) * (-shares[:, None]) ** order
     own = np.array([pair[1].if_wrong for pair in pairs])
     samples = np.array([[one.samples for one in pair] for pair in pairs])
-    mean, square = _with_total(own[:, 0]), _with_total(own[:, 1] + alone[:, 1])
+    mean = _with_total(own[:, 0])
+    square = _with_total(own[:, 1] + alone[:, 1])
     limit = norm.isf(ALPHA / 2 * np.exp(-_shares(len(pairs))))
     slope = limit / (2 * np.sqrt(np.maximum(square, 1e-12)))
     everywhere, each = (
@@ -191,7 +194,8 @@ def _exceeds(limit: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> np.nd
 
 def _difference(alone: Evidence, arm: Evidence) -> tuple[np.ndarray, np.ndarray]:
     """Per defect: the arm's sum of centred scores, less the target alone's for as many tokens, and its variance."""
-    left, right = alone.scores - alone.expected, arm.scores - arm.expected
+    left = alone.scores - alone.expected
+    right = arm.scores - arm.expected
     share = _share(alone, arm)
     return right.sum(0) - share * left.sum(0), (right**2).sum(0) + share**2 * (left**2).sum(0)
 

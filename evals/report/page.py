@@ -50,7 +50,8 @@ class Picture:
 
 def _positions(arms: Sequence[Json], definitions: Json) -> Picture:
     """Acceptance at each draft position, with intervals."""
-    axes, width = _axes(), max(arm["k"] for arm in arms)
+    axes = _axes()
+    width = max(arm["k"] for arm in arms)
     rows = []
     for colour, arm in zip(cycle(_COLOURS), arms, strict=False):
         for kind, (name, style) in _KINDS.items():
@@ -74,7 +75,8 @@ def _positions(arms: Sequence[Json], definitions: Json) -> Picture:
 
 def _accepted(arms: Sequence[Json], definitions: Json) -> Picture:
     """Share of rounds by the number of accepted drafts."""
-    axes, width = _axes(), 0.8 / len(arms)
+    axes = _axes()
+    width = 0.8 / len(arms)
     rows = [[str(j)] for j in range(max(len(arm["histogram"]) for arm in arms))]
     for i, arm in enumerate(arms):
         counts = arm["histogram"]
@@ -99,7 +101,8 @@ def _by_group(arms: Sequence[Json], definitions: Json, group: str, title: str, m
     """One metric (its section, key and label) by category or task, with intervals."""
     section, key, label = metric
     names = list(arms[0][group])
-    axes, height = _axes(1.2 + 0.32 * len(names) * max(len(arms) * 0.7, 1)), 0.8 / len(arms)
+    axes = _axes(1.2 + 0.32 * len(names) * max(len(arms) * 0.7, 1))
+    height = 0.8 / len(arms)
     rows = [[name, str(arms[0][group][name]["questions"])] for name in names]
     for i, arm in enumerate(arms):
         parts = [arm[group][name] for name in names]
@@ -210,7 +213,8 @@ def render_certificate(document: Json) -> str:
 
 def _pictures(document: Json) -> list[Picture]:
     """The pictures of the page."""
-    arms, definitions = [arm for arm in document["arms"] if arm["k"]], document["definitions"]
+    arms = [arm for arm in document["arms"] if arm["k"]]
+    definitions = document["definitions"]
     found = [_positions(arms, definitions), _accepted(arms, definitions)]
     metrics = [("metrics", "tau", "τ")]
     if "timing" in document:
