@@ -131,7 +131,7 @@ def model_bytes(model: nn.Module) -> int:
     experts = (t for m in layers if type(m).__name__ == _EXPERTS for t in _mxfp4_memory(m))
     moved = (getattr(getattr(m, "state", None), "SCB", None) for m in layers)  # bitsandbytes' scales of 8-bit rows
     rows = (t for t in moved if isinstance(t, Tensor))
-    return sum(stored_bytes(t) for t in chain(model.parameters(), buffers, experts, rows))
+    return sum(map(stored_bytes, chain(model.parameters(), buffers, experts, rows)))
 
 
 def _mxfp4_memory(experts: Any) -> Iterator[Tensor]:

@@ -127,7 +127,7 @@ class EngineTable:
                     f"a region table of version {found!r}; this installation reads version {VERSION}: use the same "
                     "version of specdec on both sides"
                 )
-            ranks = tuple(_rank_of(rank) for rank in given.pop("ranks"))
+            ranks = tuple(map(_rank_of, given.pop("ranks")))
             _check_kinds(given, engine=str, transport=str, fingerprint=dict)
             if len({rank.rank for rank in ranks}) < len(ranks):
                 raise ValueError(f"ranks {[rank.rank for rank in ranks]}, of which each is there once")

@@ -68,7 +68,7 @@ def read_text(path: Path, what: str) -> str:
 
 def _messages(content: Any, place: str) -> list[Message]:
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise InvalidInputError(f"{place}: messages must be texts with role and content")
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

@@ -199,7 +199,7 @@ def _document(
         document["definitions"]["speed_ratio"] = SPEED_RATIO
     else:
         document["definitions"]["prediction"] = PREDICTION_DEFINITION
-        runs = 1 + min(len(each) for each in repeats.values())
+        runs = 1 + min(map(len, repeats.values()))
         document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries), "runs": runs}
     return document
 

@@ -252,14 +252,14 @@ def _conversation(record: Record, where: str) -> Chat:
     for key in ("turns", "prompt", "question"):
         if (given := record.get(key)) is not None:
             turns = (given,) if isinstance(given, str) else given
-            if not isinstance(turns, (list, tuple)) or not turns or not all(_is_text(turn) for turn in turns):
+            if not isinstance(turns, (list, tuple)) or not turns or not all(map(_is_text, turns)):
                 raise DataError(f"{where}: {key!r} must be text or a list of texts, none of them empty")
             return tuple(turns), ()
     raise DataError(f"{where}: needs one of 'turns', 'prompt', 'question' or 'messages'; it has {sorted(record)}")
 
 
 def _chat(messages: Any, where: str) -> Chat:
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise DataError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
     if messages[-1]["role"] != "user":
         raise DataError(f"{where}: the last message must have the role 'user', not {messages[-1]['role']!r}")

@@ -83,7 +83,7 @@ def to_json(answer: Answer) -> Json:
 
 def from_json(record: Json) -> Answer:
     """The answer that `to_json` wrote. Raises KeyError or TypeError when it is something else."""
-    turns = tuple(_turn(turn) for turn in record["turns"])
+    turns = tuple(map(_turn, record["turns"]))
     return Answer(**{**record, "turns": turns})
 
 

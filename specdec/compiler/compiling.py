@@ -89,7 +89,7 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
     if len(parts) <= _LEAST_ATTENTIONS:
         return None
     regions = tuple(_region(nodes) for nodes in parts if nodes)
-    values = [value_of(node) for region in regions for node in (*region.inputs, *region.outputs)]
+    values = [value_of(node) for region in regions for node in region.inputs + region.outputs]
     return regions if all(isinstance(value, (Tensor, *_SIZES)) for value in values) else None
 
 
@@ -182,7 +182,7 @@ def store_cos_sin(model: nn.Module, alterations: Alterations) -> int:
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() and isinstance(output, tuple):
-            return tuple(stored(x) for x in output)
+            return tuple(map(stored, output))
         return None
 
     found = [module for module in model.modules() if hasattr(module, "inv_freq")]

@@ -130,7 +130,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAu
 def _are_others(base: str, target: str) -> bool:
     """Whether two models have different names, apart from owners and folders; False where one has no name."""
     names = [Path(model).name.lower() for model in (base, target)]
-    return all(names) and not any(_SNAPSHOT.fullmatch(name) for name in names) and names[0] != names[1]
+    return all(names) and not any(map(_SNAPSHOT.fullmatch, names)) and names[0] != names[1]
 
 
 def _adapter(place: Checkpoint, config: Config, merge: OrAuto) -> Adapter:

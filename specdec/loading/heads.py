@@ -299,7 +299,7 @@ def _check_place(head: Any, model: PreTrainedModel) -> None:
     places = {weight.device for weight in weights}
     if places <= {model.device} and (not dtypes or model.dtype in dtypes):
         return
-    found = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
+    found = ", ".join(sorted(map(dtype_name, dtypes)))
     raise HeadMismatchError(
         f"the head is {found} on {', '.join(sorted(map(str, places)))}, the target "
         f"{dtype_name(model.dtype)} on {model.device}; move it with head.to(device, dtype)"

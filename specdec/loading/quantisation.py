@@ -257,7 +257,7 @@ def _why_dense(model: PreTrainedModel, method: str) -> str:
     if method == "compressed-tensors" and not hasattr(model, "ct_decompress_hook"):
         packed = any(p.element_size() < 2 for p in model.parameters())
         return "" if packed else "transformers runs compressed-tensors decompressed, not by kernels of its own"
-    if any(is_quantised(layer) for layer in model.modules()):
+    if any(map(is_quantised, model.modules())):
         return ""
     return without_kernels(method, model.device) or "transformers multiplied them out"
 

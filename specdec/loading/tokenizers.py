@@ -60,7 +60,7 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     """Load a tokenizer by its model's name. Raises ModelLoadError: it cannot be loaded."""
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
-        if checkpoint.is_folder and not any(_FILE.search(name) for name in os.listdir(checkpoint.path)):
+        if checkpoint.is_folder and not any(map(_FILE.search, os.listdir(checkpoint.path))):
             raise ModelLoadError(  # transformers would make an empty tokenizer, or raise that sentencepiece is missing
                 "the folder has none (tokenizer.json, tokenizer.model, …); give tokenizer=…, the folder or hub name of "
                 "one, or a tokenizer"

@@ -361,7 +361,7 @@ def named(error: BaseException) -> Exception:
 def _is_pure(processor: Any) -> bool:
     """Whether calls change nothing in it: transformers' own classes without a state, and functions."""
     if isinstance(processor, partial):
-        return all(_is_pure(part) for part in (processor.func, *processor.args, *processor.keywords.values()))
+        return all(map(_is_pure, (processor.func, *processor.args, *processor.keywords.values())))
     if isinstance(processor, Constrained):
         return _is_pure(processor.function)
     if isinstance(processor, RowWise):

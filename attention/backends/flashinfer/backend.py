@@ -219,7 +219,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
     where = f"group {group.name}: FlashInfer"
     elsewhere = "; use backend='torch'"
     if dtype not in HALF:
-        names = " and ".join(dtype_name(d) for d in HALF)
+        names = " and ".join(map(dtype_name, HALF))
         raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
     check_heads(key, where, elsewhere)
     if not key.causal:

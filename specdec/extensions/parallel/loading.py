@@ -232,7 +232,7 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
 
 
 def _check_packages(given: str) -> None:
-    version = tuple(int(part) for part in transformers_version.split(".")[:2])
+    version = tuple(map(int, transformers_version.split(".")[:2]))
     if version < _OLDEST:
         raise ModelLoadError(
             f"{given} needs transformers >= {'.'.join(map(str, _OLDEST))}, which plans and reads shares; this is "
