@@ -201,7 +201,7 @@ class FlexBuilder:
         partly, pages, whole, whole_pages, owned, logical, row_start, position, token, head, place = sent
         logical_page = logical.new_full((max(2, host.num_reqs) * group.num_pages,), -1)
         logical_page[owned] = logical
-        blocks = (*self._blocks(partly, pages), *self._blocks(whole, whole_pages))
+        blocks = self._blocks(partly, pages) + self._blocks(whole, whole_pages)
         cache = group.format.dtype_for(self._dtype)
         kernel = FlexKernel(key, self._dtype, cache, group.page_size, self._folded, tile, self._compiler)
         bias = () if self._slopes is None else (self._slopes, head)

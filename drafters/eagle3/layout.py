@@ -166,7 +166,7 @@ def _refuse_unsupported(config: Config) -> None:
                 f"config.json says {key} = {steps!r}: the head drafts several tokens at once by heads of their own "
                 "(parallel_draft_heads), which is not supported"
             )
-    for key in (*UNSUPPORTED, *MTP_LAYERNORM):
+    for key in UNSUPPORTED + MTP_LAYERNORM:
         if value := lookup(config, key):
             reason = f", which is not supported; if the head was made without it, give head_overrides {key}=false"
             if key in MTP_LAYERNORM:

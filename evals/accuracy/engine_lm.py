@@ -284,7 +284,7 @@ class EngineLM(TemplateLM):
 
     @torch.inference_mode()
     def scored_alone(self, context: list[int], own: list[int]) -> tuple[float, bool]:
-        logits = self._model.own_logits([*context, *own[:-1]])[-len(own) :]
+        logits = self._model.own_logits(context + own[:-1])[-len(own) :]
         wanted = torch.tensor(own, device=logits.device)
         score = float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum())
         return score, bool((logits.argmax(-1) == wanted).all())

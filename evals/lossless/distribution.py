@@ -209,7 +209,7 @@ def _places(text: _Text, sampling: Sampling, aims: Sequence[str]) -> list[Place]
         reached = np.cumprod([1.0, *path[window][:-1]])
         told = ((reached[first:] * of_token[window][first:]).sum() * sampling.samples for of_token, first in ratios)
         if (telling := float(min(told, default=0.0))) >= LEAST:
-            found.append(Place(text.question_id, start, (*text.prompt, *text.answer[:start]), telling))
+            found.append(Place(text.question_id, start, text.prompt + text.answer[:start], telling))
     return found
 
 

@@ -91,7 +91,7 @@ class Replay:
             some = list(group)
             for start in range(0, len(some), _AT_ONCE):
                 chunk = some[start : start + _AT_ONCE]
-                yield from zip(chunk, self._after([(*prompt, *text) for text in chunk], length), strict=True)
+                yield from zip(chunk, self._after([prompt + text for text in chunk], length), strict=True)
 
     @torch.inference_mode()
     def _after(self, texts: Sequence[Sequence[int]], last: int) -> Tensor:

@@ -56,7 +56,7 @@ class Deadlines:
         """
         due = bisect_right(self.moments, (now, inf))
         alive = [moment for moment in self.moments[:due] if moment[1] in requests]
-        self.moments = [*alive, *self.moments[due:]]
+        self.moments = alive + self.moments[due:]
         ends: dict[int, FinishReason] = {i: "timeout" for _, i in alive}
         self.cancelled.intersection_update(requests)
         self.dropped.intersection_update(requests)

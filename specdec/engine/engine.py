@@ -388,7 +388,7 @@ class Engine:
             refused.clear()
         if self.deadlines.moments or self.deadlines.cancelled:
             updates += self.deadlines.updates(now, self._requests, updates)
-        self.reported = [*self._kept, *updates]
+        self.reported = self._kept + updates
         self.counters.add_reported(updates, now)
         for request in self._note(updates):
             self.scheduler.remove(request)

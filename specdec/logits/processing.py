@@ -82,7 +82,7 @@ class Subject:
     @cached_property
     def settings(self) -> Options:
         """Options that change its scores, by name; filters are not among them."""
-        left = (*SAMPLED_ONLY, *WITHOUT_EFFECT)
+        left = SAMPLED_ONLY + WITHOUT_EFFECT
         return without(self.params.settings, left)
 
     def get(self, name: str) -> Any:

@@ -236,7 +236,7 @@ def to_be_scored(
             prompt_logprobs=logprobs if len(own) > 1 else None,
             prompt_logprobs_start=len(prompt),
         )
-        found.append(Submission([*prompt, *own[:-1]], params.of_request(len(found), device), 0, ()))
+        found.append(Submission(prompt + own[:-1], params.of_request(len(found), device), 0, ()))
     return found
 
 

@@ -208,7 +208,7 @@ class FixedTarget:
         tokens = shape.rows * shape.query_len
         most = shape.page_entries
         sizes = target_sizes(rows, tokens, 0, shape.query_len - 1, most, entries)
-        fields = (*self._section.fields, *self._passes.fields)
+        fields = self._section.fields + self._passes.fields
         sizes = sizes | self._passes.sizes(rows, tokens, 0, most)
         longer = replace(shape, query_len=shape.query_len + passes.bonus)
         self._bucket = bucket_of(**sizes)

@@ -185,7 +185,7 @@ class VerificationSection:
         does not send."""
         self.batch = BatchSection(TARGET, num_groups, extras, table)
         self.own = Section(VerificationArrays, TARGET)
-        self.fields = (*self.batch.fields, *self.own.fields)
+        self.fields = self.batch.fields + self.own.fields
 
     def values(self, target: TargetInputs) -> Arrays:
         """Its arrays by their names in the arena."""
@@ -210,7 +210,7 @@ class AheadSection:
     def __init__(self, passes: PrefillPasses) -> None:
         self._passes = PassesSection(passes)
         self._own = Section(AheadArrays, "ahead", shared=OF_TARGET)
-        self.fields = (*self._passes.fields, *self._own.fields)
+        self.fields = self._passes.fields + self._own.fields
 
     def sizes(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
         """Sizes for a verification of at most so many rows, tokens and pages a row."""
@@ -240,7 +240,7 @@ class SamplingSection:
             without = {*array_names(Uniforms)} - {"seed"}
         self._uniforms = Section(Uniforms, "sampling", without, {**OF_TARGET, "drafts": "sampling.drafts"})
         self._parameters = Section(SamplingParameters, "sampling", shared=OF_TARGET)
-        self.fields = (*self._parameters.fields, *self._uniforms.fields)
+        self.fields = self._parameters.fields + self._uniforms.fields
 
     @staticmethod
     def sizes(drafts: int) -> dict[str, int]:

@@ -152,7 +152,7 @@ class DummyRows:
         metadata = stage(batch, arena, bucket, section)
         further = len(target.runner.runners) - 1
         rotary = _rotary_positions(target, batch, [len(self.ids[row]) for row in rows])
-        metadata = replace(metadata, other_groups=(metadata,) * further, extras=(*metadata.extras, *rotary))
+        metadata = replace(metadata, other_groups=(metadata,) * further, extras=metadata.extras + rotary)
         planned = target.runner.plan(metadata)  # the same pages in each group
         return target.forward(self._given(piece), planned, logits_indices, model, keep_aux).logits.float()
 

@@ -197,7 +197,7 @@ def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -
         errors += [_error(ours.states, theirs.states) for ours, theirs in zip(reader.rows[row], own, strict=True)]
     check_choices(model, reader, calls)
     last = read(alone)
-    return [*errors, *_compared(last, alone, [reader.read_eager(model, 0, rows.ids[0])[0]])]
+    return errors + _compared(last, alone, [reader.read_eager(model, 0, rows.ids[0])[0]])
 
 
 def _read(rows: DummyRows, piece: ReadPiece) -> list[Tensor]:

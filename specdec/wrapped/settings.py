@@ -262,7 +262,7 @@ def _of_class(kind: type, attends: bool) -> Iterator[_Place]:
     of_every_model = kind in PreTrainedModel.__mro__
     for name, value in list(vars(kind).items()):
         counts = name in _CALLS or not (of_every_model or name.startswith("__"))
-        if counts and isinstance(value, (*_FUNCTIONS, *_PLAIN)):
+        if counts and isinstance(value, _FUNCTIONS + _PLAIN):
             yield _Place(f"{kind.__module__}.{kind.__qualname__}", vars(kind), name, attends and not of_every_model)
 
 

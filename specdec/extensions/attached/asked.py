@@ -120,7 +120,7 @@ class Asked:
             )
         if self.streamer is not None and several > 1:
             raise InvalidInputError(f"a streamer takes one sequence, not {several}; {WAY_OUT}")
-        odd = [type(one).__name__ for one in (*self.processors, *self.criteria) if not self._is_by_row(one)]
+        odd = [type(one).__name__ for one in self.processors + self.criteria if not self._is_by_row(one)]
         if odd and several > 1:
             raise InvalidInputError(
                 f"{', '.join(odd)}: this code may read all {several} sequences of the call at once, and is shown one, "
@@ -151,7 +151,7 @@ class Asked:
             return_logits="output_logits" in self.outputs,
             return_scores="output_scores" in self.outputs,
         )
-        criteria = (*self._stop_strings(), *self.criteria)
+        criteria = self._stop_strings() + self.criteria
         seeds = [None] * len(self.ids)
         if not base.greedy:
             seeds = torch.randint(0, 2**62, (len(self.ids),), device="cpu").tolist()

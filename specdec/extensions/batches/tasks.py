@@ -24,7 +24,7 @@ from specdec.values import Fields, Json, only, refuse, short, without, without_n
 Form = Literal["row", "chat.completion", "text_completion"]
 URLS: dict[str, Form] = {"/v1/chat/completions": "chat.completion", "/v1/completions": "text_completion"}
 _PROMPTS = ("prompt", "messages", "token_ids")
-_ABOUT_PROMPTS = (*_PROMPTS, *CHAT_OPTIONS)
+_ABOUT_PROMPTS = _PROMPTS + CHAT_OPTIONS
 _OPTIONS = tuple(each.name for each in fields(SamplingParams))
 _STREAM = ("stream", "stream_options")
 _NOT_WRITTEN = ("return_logits", "return_scores")

@@ -98,7 +98,7 @@ class RequestGrammar:
 
     def note(self, length: int, drafts: Ids, error: Exception) -> None:
         """Note why no token can come after so many tokens, the last ones these drafts."""
-        self._errors.setdefault(length, ([*self._seen, *drafts], error))
+        self._errors.setdefault(length, (self._seen + drafts, error))
 
     def error_at(self, length: int) -> Exception | None:
         """Why no token was allowed at or before the position after so many tokens; None if some were."""

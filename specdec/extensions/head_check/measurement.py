@@ -54,7 +54,7 @@ class Passage:
     def of(cls, completion: Completion, device: torch.device) -> Passage:
         """The text of a greedy completion."""
         prompt = list(completion.prompt_token_ids)
-        return cls(torch.tensor([*prompt, *completion.token_ids], device=device), len(prompt))
+        return cls(torch.tensor(prompt + completion.token_ids, device=device), len(prompt))
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def check_map(head: ChainHead, passages: Sequence[Passage], states: Iterable[Sta
     """
     said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
     halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]
-    pairs = [*halves[0], *halves[1]]
+    pairs = halves[0] + halves[1]
     ids = sorted({draft for draft, _ in pairs})
     mapped = head.to_target_ids(torch.tensor(ids, device=passages[0].token_ids.device)).tolist()
     tokens = dict(zip(ids, mapped, strict=True))

@@ -127,7 +127,7 @@ class LeadingEngine(Engine):
         reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({named_error(error)})"
         lost = self._link.workers.give_up(reason)
         errors = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
-        self.reported = [*self._kept, *errors]
+        self.reported = self._kept + errors
         self._forget_all()
 
     def _forget_all(self) -> None:

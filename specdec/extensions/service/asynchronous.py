@@ -240,7 +240,7 @@ def _close_if_cancelled(stream_of: weakref.ref[AsyncStream], task: asyncio.Task[
 
 def merged(first: StreamUpdate, then: StreamUpdate) -> StreamUpdate:
     """Merge two updates of one completion."""
-    ids = [*first.token_ids, *then.token_ids]
+    ids = first.token_ids + then.token_ids
     text = first.text + then.text
     told = (
         None if first.logprobs is None and then.logprobs is None else (*(first.logprobs or ()), *(then.logprobs or ()))
