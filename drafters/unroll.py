@@ -64,7 +64,7 @@ def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Scaled query [B, Hkv, G, S, D]; past: (key, value) [B, Hkv, S, D] of steps 0 … k -> [B, Hkv, G, S, D]."""
     length = query.shape[-2]
     key, value = (x[:, :, None] for x in past[0])  # [B, Hkv, 1, S, D]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    future = query.new_ones(length, length, dtype=torch.bool).triu(1)
     scores = (query @ key.transpose(-1, -2)).masked_fill(future, float("-inf"))  # [B, Hkv, G, S, S]
     own = [(query * k[:, :, None]).sum(-1, keepdim=True) for k, _ in past[1:]]  # each [B, Hkv, G, S, 1]
     weights = torch.cat((scores, *(s.to(scores.dtype) for s in own)), dim=-1).softmax(-1, dtype=torch.float32)

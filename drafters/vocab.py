@@ -30,7 +30,7 @@ def ids_of(d2t: Tensor) -> Tensor:
 
 def mask_of(d2t: Tensor, target_vocab_size: int) -> Tensor:
     """d2t offsets [Vd] -> t2d [V] bool: which target tokens the head knows."""
-    mask = torch.zeros(target_vocab_size, dtype=torch.bool, device=d2t.device)
+    mask = d2t.new_zeros(target_vocab_size, dtype=torch.bool)
     mask[ids_of(d2t)] = True
     return mask
 

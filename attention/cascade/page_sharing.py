@@ -127,7 +127,7 @@ class Sharing:
         if shape[0] < LEAST_ROWS:
             return None
         cost = _cost(key, dtype, shape, scratch)
-        pages = torch.zeros(shape[0], dtype=torch.int32, device=self._room.device)
+        pages = self._room.new_zeros(shape[0], dtype=torch.int32)
         return SharedRows(self._keys(key, shape, cost.tiling, pages), shape[1], cost)
 
     def of_batch(
@@ -177,7 +177,7 @@ class Sharing:
 
     def _no_pages(self, rows: int) -> Tensor:
         if rows > len(self._none):
-            self._none = torch.zeros(rows, dtype=torch.int32, device=self._room.device)
+            self._none = self._room.new_zeros(rows, dtype=torch.int32)
         return self._none[:rows]
 
     def _keys(self, key: AttentionSpec, shape: Shape, tiling: PrefixTiling, pages: Tensor) -> SharedKeys:
@@ -185,7 +185,7 @@ class Sharing:
         sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)
         sizes = math.prod(sums), math.prod(stats)
         if sum(sizes) > len(self._room):
-            self._room = torch.empty(sum(sizes), dtype=torch.float32, device=self._room.device)
+            self._room = self._room.new_empty(sum(sizes))
         first, second = self._room[: sum(sizes)].split(sizes)
         return SharedKeys(pages, first.view(sums), second.view(stats), tiling)
 

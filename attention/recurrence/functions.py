@@ -211,7 +211,7 @@ def _chunk(
 ) -> Scanned:  # fmt: skip
     """One chunk [B, H, c, …]: u = beta v, or solves (1 + tril(beta K Kᵀ decay, -1)) u = beta (v - K exp(sum g) Sᵀ)."""
     total = g.cumsum(2)  # [B, H, c, 1 or Dk]
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    later = q.new_ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
     decay = total[:, :, :, None] - total[:, :, None]  # [B, H, c, c, 1 or Dk]
     decay = decay.masked_fill(later[..., None], float("-inf")).exp()
 

@@ -62,7 +62,7 @@ class _Fixed:
         self._aux = aux
         self._greedy = greedy
         self._target_ids = target_ids_of(passes[0].head, aux.device)
-        self.drafts = torch.zeros(rows, num_drafts, dtype=torch.int64, device=aux.device)
+        self.drafts = aux.new_zeros(rows, num_drafts, dtype=torch.int64)
 
     def num_steps(self, drafts: int) -> int:
         """See `FixedLoop.num_steps`: the draft prefill makes draft 1."""

@@ -131,7 +131,7 @@ def draft_targets(logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: SafeAILab/EAGLE, eagle/traineagle3/cnets.py (target_p, position_mask).
     """
-    known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    known = logits.new_zeros(logits.shape[-1], dtype=torch.bool)
     known[target_ids] = True
     whole = len(target_ids) == logits.shape[-1]
     restricted = logits if whole else logits.index_select(-1, target_ids)

@@ -125,7 +125,7 @@ def inverse_map(target_ids: Tensor, target_vocab_size: int) -> Tensor:
     >>> inverse_map(torch.tensor([1, 3]), 5).tolist()
     [-1, 0, -1, 1, -1]
     """
-    inverse = torch.full((target_vocab_size,), -1, dtype=torch.int32, device=target_ids.device)
+    inverse = target_ids.new_full((target_vocab_size,), -1, dtype=torch.int32)
     inverse[target_ids] = torch.arange(len(target_ids), dtype=torch.int32, device=target_ids.device)
     return inverse
 
