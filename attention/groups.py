@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention.backends.base import AttentionBackend
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvalidInputError
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec, Reach, Windows
@@ -105,7 +105,7 @@ class GroupedRunner:
         layers = layers_by_group(group.attention_specs, [reach for reach, _ in windowed])
         self.layer_numbers = {part.name: own for part, own in zip(parts, layers, strict=True)}
         self._places = _places(layers)
-        self.layers: tuple[LayerKV, ...] = tuple(self.runners[g].layers[place] for g, place in self._places)
+        self.layers = tuple(self.runners[g].layers[place] for g, place in self._places)
 
     @property
     def page_size(self) -> int:

@@ -22,7 +22,7 @@ from attention.backends.building import Builds
 from attention.backends.limits import check_causal
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
-from attention.cache.kv_cache import CacheGroup, LayerKV, allocate, write
+from attention.cache.kv_cache import CacheGroup, allocate, write
 from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec, TemperatureTuning
@@ -120,7 +120,7 @@ class GroupRunner:
         self._dtype = dtype
         self._device = device
         self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.attention_specs)}
-        self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
+        self.layers = allocate(group, dtype, device)
 
     @property
     def runners(self) -> tuple[GroupRunner, ...]:

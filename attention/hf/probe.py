@@ -86,7 +86,7 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
             for the selected ones; or the model may have recurrent layers, and `attention.recurrence` is absent.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
-    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
+    inputs = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
     parameters = inspect.signature(model.forward).parameters
     takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if takes_selection := takes_more or "logits_to_keep" in parameters:

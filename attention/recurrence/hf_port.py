@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from attention.errors import UnsupportedAttentionError
 from attention.hf.mixing import RecurrentCall, modeling_files
@@ -71,7 +70,7 @@ class RecurrentPort:
         self._modules = list(dict.fromkeys(call.module for call in calls))
         owners = [call.module for call in calls]
         self._bound = {m: (self._channel, owners.index(m), owners.count(m)) for m in self._modules}
-        self._hooks: list[RemovableHandle] = [m.register_forward_pre_hook(_enter) for m in self._modules]
+        self._hooks = [m.register_forward_pre_hook(_enter) for m in self._modules]
         self._places = modeling_files(self._modules)
 
     @contextmanager

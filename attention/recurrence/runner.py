@@ -16,7 +16,6 @@ from attention.recurrence.functions import recurrences_of
 from attention.recurrence.index import StateArrays, StateIndex, slots_of_rows
 from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import (
-    CallState,
     ConvSpec,
     ConvState,
     RecurrentState,
@@ -56,7 +55,7 @@ class StateRunner:
         self.group = group
         self.dtype = dtype
         self.functions = recurrences_of(device)
-        self.states: tuple[CallState, ...] = allocate_states(group, dtype, device)
+        self.states = allocate_states(group, dtype, device)
 
     def copied(self) -> tuple[Tensor, ...]:
         """Copies of all states, to restore them by `put_back`."""

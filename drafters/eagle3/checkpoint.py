@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,7 +229,7 @@ def target_of_files(path: CheckpointPath, overrides: Eagle3Overrides) -> TargetF
 
 def stored_dtype(path: CheckpointPath) -> torch.dtype:
     """Dtype of a head's weights on disk (of its final norm); float32 for any that is no plain one."""
-    found: Mapping[str, str] = {name: info.dtype for name, info in open_head(path).folder.tensors.items()}
+    found = {name: info.dtype for name, info in open_head(path).folder.tensors.items()}
     dtype = next((found[name] for name in found if name.split(".")[-2:] == ["norm", "weight"]), "F32")
     plain = {**STORED, **{str(kind): kind for kind in STORED.values()}}  # and in pytorch_model.bin
     return plain.get(dtype, torch.float32)

@@ -134,7 +134,7 @@ def flattened(config: Config) -> PlacedConfig:
         HeadLoadError: that object is missing, contradicts the keys at the top, or is invalid for its model_type.
     """
     found = format_of(config)
-    flat: Json = dict(config)
+    flat = dict(config)
     origins: dict[str, str] = {}
     if found.layer_config is not None:
         layer, origins = _completed(config, found)

@@ -22,7 +22,7 @@ from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, HostBatches, covering, offsets_within, owners_of, slots_at, write_pages
 from attention.batch.metadata import ROW_FIELDS, BatchArrays, CommonAttentionMetadata, HostArrays
 from attention.checking import CHECKS
-from attention.staging import Arrays, Section, Staged, StagingArena, bucket_of
+from attention.staging import Section, Staged, StagingArena, bucket_of
 from drafters.loops.base import DraftingRows, FixedShape, Passes
 
 _KEPT = 256
@@ -269,7 +269,7 @@ class StepBuffers:
         sizes = section.sizes(shape.rows, 0, len(tokens.slices)) | own
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(section.fields, self._bucket, device)
-        buffers: list[Arrays] = self._arena.hosts(self._bucket)
+        buffers = self._arena.hosts(self._bucket)
         self._places = [_Place(section.arrays.of(host), shape, self._tokens) for host in buffers]
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> Passes:

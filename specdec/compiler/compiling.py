@@ -114,7 +114,7 @@ def _region(nodes: list[Node]) -> _Region:
 
 def form_of(region: _Region) -> str:
     """The key by which regions share compiled code: their operators and their inputs' layouts."""
-    names: dict[Node, str] = {node: f"i{place}" for place, node in enumerate(region.inputs)}
+    names = {node: f"i{place}" for place, node in enumerate(region.inputs)}
     lines = [f"{names[node]}: {_layout(value_of(node))}" for node in region.inputs]
     for place, node in enumerate(region.nodes):
         names[node] = f"n{place}"

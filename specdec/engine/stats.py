@@ -92,7 +92,7 @@ class Counters:
         self.made = time.perf_counter()
         self.last = self.made
         # (second, tokens) by second modulo the length; one more place than LATELY for the second that is not over yet.
-        self._lately: list[tuple[int, int]] = [(-1, 0)] * (LATELY + 1)
+        self._lately = [(-1, 0)] * (LATELY + 1)
         self.rounds = self.host_to_device = self.device_to_host = self.preemptions = 0
         self.transfers = transfers
         self.interrupted = self.early_reads = 0

@@ -203,7 +203,7 @@ class Target:
             values += looked_up(found, self._embedding[:0], most)
         self._port = AttentionPort(probed.model, probed.calls, values)
         latent = [call.latent.module for call in probed.calls if call.latent is not None]
-        self.uncalled: tuple[nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
+        self.uncalled = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)
         self._recurrent: RecurrentPort | None = None
         if probed.recurrent_calls:

@@ -48,7 +48,7 @@ from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
 from attention.batch.transforms.windowed import WindowedBatch, pages_from
 from attention.checking import CHECKS, whole_number
 from attention.errors import InvalidInputError
-from attention.staging import Arrays, Field, Staged, StagingArena, bucket_of
+from attention.staging import Field, Staged, StagingArena, bucket_of
 
 
 def check_chunk_size(chunk_size: int, page_size: int) -> None:
@@ -169,7 +169,7 @@ class FixedLocalRows:
         dims = {"query_start_loc": "rows_plus_1", "page_indptr": "rows_plus_1", "page_indices": "pages"}
         fields = [Field(name, np.int32, (dims.get(name, "rows"),)) for name in ROW_FIELDS]
         self._arena = StagingArena(fields, self._bucket, device)
-        self._hosts: list[Arrays] = self._arena.hosts(self._bucket)
+        self._hosts = self._arena.hosts(self._bucket)
 
     def send(self, batch: HostBatch) -> tuple[HostBatch, Staged]:
         """Lay out and send the virtual rows of a batch of the shape."""

@@ -50,7 +50,7 @@ class Attachment:
         self.model = wrapped(hf_model, draft, options)
         self.fallback = fallback
         self._draft = draft
-        self.hf_model: PreTrainedModel = self.model.hf_model
+        self.hf_model = self.model.hf_model
         hf_model = self.hf_model
         self._own_generate = vars(hf_model).pop("generate", None)  # of a repository with a custom_generate folder
         vars(hf_model)[_PLACE] = self
