@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from attention.toml_tables import read_tables
 from drafters.base import Layers
 from drafters.checkpoints.config_fields import PlacedConfig
 from drafters.errors import HeadLoadError
@@ -21,32 +22,7 @@ UNSUPPORTED = ("additional_fc", "eagle_config.eh_proj_before_attn")
 PARALLEL_DRAFT_STEP = ("parallel_draft_step", "eagle_config.parallel_draft_step")
 MTP_LAYERNORM = ("use_mtp_layernorm", "eagle_config.use_mtp_layernorm")
 
-KEYS = (
-    *(
-        "hidden_size",
-        "target_hidden_size",
-        "vocab_size",
-        "draft_vocab_size",
-        "intermediate_size",
-        "intermediate_size_mlp",
-    ),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "rms_norm_eps", "model_type"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor"),
-    *(AUX_LAYERS, NESTED_AUX_LAYERS, TARGET_LAYERS, *USE_AUX, "num_aux_hidden_states"),
-    *("bias", "norm_before_fc", "eagle_config.norm_before_fc", "fc_norm", "use_aux_norm", "eagle_config.fc_norm"),
-    *("norm_before_residual", "norm_output", "eagle_config.norm_output"),
-    *("attention_bias", "qkv_bias", "mlp_bias", "use_qk_norm"),
-    *("layer_types", "sliding_window", "use_sliding_window"),
-    *(
-        "hidden_act",
-        "hidden_activation",
-        "quantization_config",
-        *PARALLEL_DRAFT_STEP,
-        *MTP_LAYERNORM,
-        LM_HEAD_FLAG,
-        *UNSUPPORTED,
-    ),
-)
+KEYS = tuple[str, ...](read_tables("drafters", "eagle3/keys.toml")["read"])
 """The keys of config.json that decide how an EAGLE-3 head is read, wherever in the file they lie."""
 _FEEDBACK = ("pre_norm", "post_norm")
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attention.toml_tables import read_tables
 from specdec.engine.stats import LATELY
 from specdec.errors import InvalidInputError
 
@@ -24,36 +25,11 @@ class MetricInfo(NamedTuple):
 
 
 _REASONS = ("eos", "stop", "length", "timeout", "cancelled")
-_POOLS = {"target": "target's", "head": "draft head's", "windowed": "windowed"}
-_HELP = {
-    "requests_finished_total": "Requests that ended with a completion, whatever ended them.",
-    **{f"requests_ended_by_{reason}_total": f"Requests whose finish reason was {reason}." for reason in _REASONS},
-    "requests_failed_total": "Requests that ended with an error.",
-    "requests_dropped_total": "Requests whose caller went away before their end.",
-    "requests_running": "Requests that have a row of the batch.",
-    "requests_waiting": "Requests that wait for a row.",
-    "rows_used": "Rows of the batch in use.",
-    "rows": "Rows that the batch has (max_num_seqs).",
-    **{f"{pool}_pages_used": f"Pages in use of the {name} KV cache." for pool, name in _POOLS.items()},
-    **{f"{pool}_pages_free": f"Free pages of the {name} KV cache." for pool, name in _POOLS.items()},
-    "prefix_query_tokens_total": "Prompt tokens that were looked up in the prefix cache.",
-    "prefix_hit_tokens_total": "Prompt tokens that were found in the prefix cache.",
-    "rounds_total": "Rounds of the batch.",
-    "preemptions_total": "Requests that lost their row because pages ran out.",
-    "interrupted_total": "Requests that lost their row to an interrupt or a repeated round.",
-    "generated_tokens_total": "New tokens of all requests, running ones included.",
-    "verified_rounds_total": "Verifications of finished requests.",
-    "emitted_tokens_total": "Tokens of these verifications.",
-    "acceptance_length": "Tokens emitted per verification, of finished requests (tau).",
-    "tokens_per_second": f"New tokens a second over the last {LATELY} whole seconds.",
-    "lifetime_tokens_per_second": "New tokens a second since the model was loaded.",
-    "uptime_seconds": "Seconds since the model was loaded.",
-    "round_age_seconds": "Seconds since the last round, or since the oldest request came; 0 without any.",
-    "queue_seconds_total": "Seconds that finished requests waited for a row, summed.",
-    "prefill_seconds_total": "Seconds from a row to the first token, summed.",
-    "decode_seconds_total": "Seconds from the first token to the last, summed.",
+_HELP = read_tables("specdec", "extensions/service/metrics.toml")
+METRICS = {
+    name: MetricInfo("counter" if name.endswith("_total") else "gauge", own.format(lately=LATELY))
+    for name, own in _HELP.items()
 }
-METRICS = {name: MetricInfo("counter" if name.endswith("_total") else "gauge", own) for name, own in _HELP.items()}
 """All metrics by name; in Prometheus text each name begins with "specdec_"."""
 
 

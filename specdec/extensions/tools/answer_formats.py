@@ -1,9 +1,4 @@
-"""AnswerFormat: how a family of models writes reasoning and tool calls; FORMATS has a row for each family.
-
-Source: NousResearch, "Hermes function calling", and Qwen, "Function calling" ("hermes"); Meta, "Llama 3.1: JSON based
-tool calling" ("llama3"); Mistral AI, "Tokenizers", v3 to v13 ("mistral"); the model cards of deepseek-ai/DeepSeek-V3
-and V3.1 ("deepseek"); OpenAI, "Harmony response format" ("harmony").
-"""
+"""AnswerFormat: how a family of models writes reasoning and calls; answer_formats.toml has a row for each family."""
 
 from __future__ import annotations
 
@@ -14,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import regex
 
 from attention.cached import cached_property
-from specdec.values import wrong
+from attention.toml_tables import read_tables
+from specdec.values import Json, wrong
 
 Where = Literal["start", "thought", "content", "after"]
 EVERYWHERE: tuple[Where, ...] = ("start", "thought", "content", "after")
@@ -89,117 +85,23 @@ class AnswerFormat:
         return regex.compile(self.heads, regex.DOTALL)
 
 
-def _object(begin: str, arguments: str = "arguments") -> str:
-    """A JSON object that begins with the tool's name, up to the arguments."""
-    return begin + rf'\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"{arguments}"\s*:\s*'
+def _fields(row: Json) -> Json:
+    """A row of the table, its lists as tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
-def _thinking(begin: str, end: str) -> Opening:
-    return Opening("reasoning", regex.escape(begin), regex.escape(end), ("start", "thought"))
+def _format(row: Json) -> AnswerFormat:
+    openings = [Opening(**_fields(opening)) for opening in row["openings"]]
+    strict = [StrictCall(**call) for call in row.get("strict", ())]
+    return AnswerFormat(**_fields(row | {"openings": openings, "strict": strict}))
 
 
-_ID = r'(?:,\s*"id"\s*:\s*"[^"\\]*"\s*)?'
-_THINK = ("<think>", "</think>")
-_BRACKETS = ("[THINK]", "[/THINK]")
-_TOOL_MARKERS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
-_CALL = "<｜tool▁call▁begin｜>"
-_TO = r" to=(?:functions\.)?(?P<name>[\w.-]+)"
-_CHANNEL = r"(?:<\|start\|>assistant)?"
-_MESSAGE = r"\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
-_ENDS = r"<\|(?:end|call|return)\|>|(?=<\|start\|>)"
-
-FORMATS: dict[str, AnswerFormat] = {
-    "hermes": AnswerFormat(
-        (
-            _thinking(*_THINK),
-            Opening("call", _object("<tool_call>"), r"\s*\}\s*</tool_call>|\s*</tool_call>"),
-            Opening("object", r"<tool_call>(?=\s*\{)", "</tool_call>"),
-        ),
-        "<think>|<tool_call>",
-        reasoning=_THINK,
-        special=(*_THINK, "<tool_call>", "</tool_call>"),
-        sign=r"\A(?!.*<function=).*<tool_call>",
-        strict=(StrictCall("<tool_call>", '\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),),
-    ),
-    "llama3": AnswerFormat(
-        (
-            Opening(
-                "call",
-                _object(r"(?:<\|python_tag\|>)?\s*", "(?:parameters|arguments)"),
-                r"\s*\}",
-                ("start", "after"),
-                balanced=True,
-            ),
-            Opening("skip", r";\s*(?=\{)", where=("after",)),
-            Opening("skip", r"<\|python_tag\|>"),
-        ),
-        r"<\|python_tag\|>|\{|;",
-        special=("<|python_tag|>",),
-        sign='"parameters": ',
-        strict=(StrictCall(r'\{\s*"name"\s*:\s*"', 'NAME", "parameters": ', "}", pattern=True),),
-    ),
-    "mistral": AnswerFormat(
-        (
-            _thinking(*_BRACKETS),
-            Opening(
-                "call", _object(r"\[TOOL_CALLS\]\s*\["), rf"\s*{_ID}\}}\s*(?:\]|,(?=\s*\{{))", EVERYWHERE, balanced=True
-            ),
-            Opening("call", _object(""), rf"\s*{_ID}\}}\s*(?:\]|,(?=\s*\{{))", ("after",), balanced=True),
-            Opening(
-                "call",
-                r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\]|(?=\{))",
-                r"(?=\[TOOL_CALLS\])",
-            ),
-        ),
-        r"\[TOOL_CALLS\]|\[THINK\]|\{",
-        reasoning=_BRACKETS,
-        special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", *_BRACKETS),
-        sign=r"\[TOOL_CALLS\]",
-    ),
-    "deepseek": AnswerFormat(
-        (
-            _thinking(*_THINK),
-            Opening(
-                "call",
-                r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
-                r"(?:\s*```)?\s*<｜tool▁call▁end｜>",
-            ),
-            Opening("call", r"<｜tool▁call▁begin｜>(?P<name>[^<\n]+)<｜tool▁sep｜>", r"\s*<｜tool▁call▁end｜>"),
-            Opening("skip", r"<｜tool▁calls▁(?:begin|end)｜>"),
-        ),
-        "<think>|<｜tool▁call",
-        reasoning=_THINK,
-        special=(*_THINK, *(f"<｜tool▁{own}｜>" for own in _TOOL_MARKERS)),
-        sign="<｜tool▁calls▁begin｜>",
-        strict=(
-            StrictCall(_CALL, "function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
-            StrictCall(_CALL, "NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-        ),
-    ),
-    "harmony": AnswerFormat(
-        (
-            Opening("call", rf"{_CHANNEL}{_TO}<\|channel\|>\w+{_MESSAGE}", _ENDS),
-            Opening("call", rf"{_CHANNEL}<\|channel\|>\w+{_TO}{_MESSAGE}", _ENDS),
-            Opening("reasoning", rf"{_CHANNEL}<\|channel\|>analysis<\|message\|>", _ENDS),
-            Opening("skip", rf"{_CHANNEL}<\|channel\|>\w+{_MESSAGE}"),
-            Opening("skip", r"<\|(?:end|return|call|start)\|>"),
-        ),
-        r"<\|(?:start|channel|end|return|call)\|>| to=",
-        special=tuple(f"<|{own}|>" for own in ("start", "end", "message", "channel", "constrain", "return", "call")),
-        sign=r"<\|channel\|>",
-    ),
-}
+_TABLES = read_tables("specdec", "extensions/tools/answer_formats.toml")
+FORMATS = {name: _format(row) for name, row in _TABLES["families"].items()}
 """Families by name. A row of your own, or `FORMATS[name] = AnswerFormat(…)`, is found by its name and by its sign."""
-
-CALLS = AnswerFormat(
-    (
-        Opening("call", _object(r"\[", "parameters"), r"\s*\}\s*(?:\]|,)", ("start",), balanced=True),
-        Opening("call", _object("", "parameters"), r"\s*\}\s*(?:\]|,)", ("after",), balanced=True),
-    ),
-    r"\[|\{",
-)
+CALLS = _format(_TABLES["calls"])
 """A JSON list of calls, which `tool_choice="required"` makes a model of any family write."""
-ARGUMENTS = AnswerFormat((Opening("call", r"(?P<name>)(?=\{)", "(?!)", ("start",)),), r"\{")
+ARGUMENTS = _format(_TABLES["arguments"])
 """Arguments of one call, which a `tool_choice` that names a tool makes it write."""
 
 
