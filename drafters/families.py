@@ -151,7 +151,7 @@ def family_of(path: str | Path | PreTrainedModel) -> Family:
     return next((family for family in FAMILIES.values() if layout in family.layouts), FAMILIES["eagle3"])
 
 
-def check_options(given: Mapping[str, Any], family: Family | None, reason: str = "") -> None:
+def check_options(given: FamilyOptions, family: Family | None, reason: str = "") -> None:
     """Check that options about reading a head's files are given only for a head of their family.
 
     Args:

@@ -141,9 +141,7 @@ def unknown(what: str, given: Iterable[str], known: Collection[str], hint: str =
     return InvalidInputError(f"{what} {', '.join(map(repr, names))}: {hint or meant + 'known are ' + ', '.join(known)}")
 
 
-def only_known(
-    call: Callable[P, R], refused: Callable[[Mapping[str, Any], Collection[str]], InvalidInputError]
-) -> Callable[P, R]:
+def only_known(call: Callable[P, R], refused: Callable[[Fields, Collection[str]], InvalidInputError]) -> Callable[P, R]:
     """A method that raises InvalidInputError for a keyword given by its place, too, and `refused(unknown, known)`."""
     names = tuple(signature(call).parameters)[1:]
 
@@ -257,7 +255,7 @@ def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
     return pairs
 
 
-def token_ids(name: str, value: Any) -> tuple[int, ...]:
+def token_ids(name: str, value: Any) -> TokenIds:
     """Different token ids, from a collection, array or 1-D tensor. Raises InvalidInputError: another value, or none."""
     found = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(found, Collection) or isinstance(found, (str, Mapping)) or not found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +56,7 @@ def _check_another(is_target: bool, name: Any) -> None:
         )
 
 
-def _check_plain(config: Mapping[str, Any], name: Any) -> None:
+def _check_plain(config: Config, name: Any) -> None:
     if config.get("quantization_config"):
         raise HeadLoadError(
             f"the draft model {name} is quantised, which is not served in draft models; give its checkpoint in "

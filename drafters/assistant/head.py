@@ -23,6 +23,7 @@ from attention.hf.model_specific import changing_rope
 from attention.hf.port import AttentionPort
 from attention.hf.probe import Probe, probe
 from attention.hf.weights import model_bytes
+from drafters.base import Layers
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Attend, LoopSize
@@ -55,7 +56,7 @@ class AssistantHead(nn.Module):
         self.model = model
         self.checkpoint_report = report
         self.attention_specs = tuple(call.attention_spec for call in found.calls)
-        self.aux_layers: tuple[int, ...] = ()
+        self.aux_layers: Layers = ()
         self.hidden_size = self.draft_vocab_size = vocab_size or found.vocab_size
         self._missing = self.draft_vocab_size - found.vocab_size
         self._selects_rows = found.selects_rows

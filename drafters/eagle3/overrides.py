@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attention.toml_tables import read_tables
 from drafters.base import Layers
-from drafters.checkpoints.config_fields import PlacedConfig
+from drafters.checkpoints.config_fields import FamilyOptions, PlacedConfig
 from drafters.errors import HeadLoadError
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -42,7 +42,7 @@ class Eagle3Overrides:
     config: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Eagle3Overrides:
+    def of(cls, given: FamilyOptions) -> Eagle3Overrides:
         """The overrides that a user named: `aux_layers`, `feedback`, or keys of config.json.
 
         Raises:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from attention.hf.port import AttentionPort
 from attention.hf.probe import Calls, recorded_calls
-from drafters.base import FINAL_NORM
+from drafters.base import FINAL_NORM, Layers
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Attend, LoopSize
@@ -61,7 +61,7 @@ class MtpHead(nn.Module):
         super().__init__()
         self.spec = spec
         self.checkpoint_report: HeadReport | None = None
-        self.aux_layers: tuple[int, ...] = (FINAL_NORM,)
+        self.aux_layers: Layers = (FINAL_NORM,)
         self.hidden_size = target.embedding.shape[1]
         self.draft_vocab_size = target.lm_head.shape[0]
         # Not persistent: they are the target's, so they are no part of the head's checkpoint.

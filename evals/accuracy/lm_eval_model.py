@@ -24,6 +24,7 @@ from evals.runs.conversations import Configuration, ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.options.load_options import LoadOptions, unknown_options
+from specdec.values import Options
 
 NAME = "specdec"
 _LOG = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _model(pretrained: Any, draft: str | None, given: LoadOptions, names: Sequen
 
 
 def _load_options(
-    given: dict[str, Any], batch_size: int | str, max_length: int | None, max_batch_size: int | None = None
+    given: Options, batch_size: int | str, max_length: int | None, max_batch_size: int | None = None
 ) -> LoadOptions:
     """lm-eval's model arguments as load options.
 

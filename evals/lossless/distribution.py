@@ -37,6 +37,7 @@ from evals.lossless.greedy import Replay
 from evals.lossless.verdicts import ALPHA, POWER, ConfigurationFit, compared_fit, exact_fit
 from evals.runs.conversations import Asking, Configuration, Worker, prompt_of, question_seed
 from specdec.requests.sampling import SamplingParams
+from specdec.values import TokenIds
 
 CONTROL = 250
 """Samples of a place that the target alone draws at most against exact probabilities: as a control, not a reference."""
@@ -101,7 +102,7 @@ class Place:
 
     question_id: str
     position: int
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     telling: float
 
     def __str__(self) -> str:
@@ -134,8 +135,8 @@ class _Text:
     """One greedy answer, and the target's logits and ids of candidates before every token, [new tokens, candidates]."""
 
     question_id: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    prompt: TokenIds
+    answer: TokenIds
     logits: Tensor
     ids: Tensor
 

@@ -31,6 +31,7 @@ from evals.runs.verdict import Verdict, together
 from specdec.errors import OutOfDeviceMemoryError
 from specdec.requests.noise import gumbel
 from specdec.rounds.randomness import noise_seeds, request_key
+from specdec.values import TokenIds
 
 _HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _AT_ONCE = 32
@@ -81,9 +82,7 @@ class Replay:
         """Logits after every one of `token_ids`: [T, V], in the copy's dtype, on the CPU."""
         return self._after([token_ids], len(token_ids))[0]
 
-    def logits_after(
-        self, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]]
-    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def logits_after(self, prompt: TokenIds, texts: Sequence[TokenIds]) -> Iterator[tuple[TokenIds, Tensor]]:
         """Each of several texts that follow `prompt`, none of them empty, with the logits after every one of its
         tokens: [len(text), V], on the CPU. Texts of one length that stand side by side share a forward pass.
         """

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.requests.stats import RoundRecord
 from specdec.run_files import write_atomically
-from specdec.values import Json, ratio
+from specdec.values import Json, TokenIds, ratio
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Turn:
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     finish_reason: str
     prompt_tokens: int
     text_tokens: int
@@ -57,7 +57,7 @@ class Answer:
         return tuple(record for turn in self.turns for record in turn.rounds)
 
     @property
-    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+    def token_ids(self) -> tuple[TokenIds, ...]:
         """The token ids of each turn."""
         return tuple(turn.token_ids for turn in self.turns)
 

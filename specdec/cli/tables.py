@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from drafters.checkpoints.config_fields import HeadReport
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, pool_requests
-from specdec.values import Json, listed, ratio, size
+from specdec.values import Fields, Json, listed, ratio, size
 
 if TYPE_CHECKING:
     from specdec.extensions.head_check.check import Agreement, Tried
@@ -235,7 +235,7 @@ def agreement_lines(agreement: Agreement) -> list[str]:
 _VERDICTS = {"fine": "fine", "low": "LOW", "misread": "the head is READ WRONGLY"}
 
 
-def as_options(overrides: Mapping[str, Any]) -> str:
+def as_options(overrides: Fields) -> str:
     """Head overrides as options of the command line."""
     given = {key: json.dumps(value, separators=(",", ":")) for key, value in overrides.items()}
     return " ".join(f"--head-override {key}={value.strip(chr(34))}" for key, value in given.items())

@@ -28,7 +28,7 @@ from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
 from specdec.user_warnings import warn_user
-from specdec.values import Options, short, token_ids, whole, wrong
+from specdec.values import Options, TokenIds, short, token_ids, whole, wrong
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
@@ -341,7 +341,7 @@ def _counted(ids: Sequence[int]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def read_draft_vocab(given: str | Sequence[int] | None) -> tuple[int, ...] | None:
+def read_draft_vocab(given: str | Sequence[int] | None) -> TokenIds | None:
     """The token ids of the option `draft_vocab`; a text is the name of a JSON file with a list of them.
 
     Raises:

@@ -7,7 +7,7 @@ arguments. It imports no torch: `--help` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial, wraps
 from inspect import signature
@@ -28,7 +28,7 @@ from specdec.config import (
 )
 from specdec.errors import InvalidInputError
 from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, OrAuto, Overrides, Scales, Switch, Tokens, Whole
-from specdec.values import Options, P, R, only_known, read_options, unknown
+from specdec.values import Fields, Options, P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +159,7 @@ class LoadOptions:
     draft_vocab: str | Sequence[int] | None = _option(
         None, Tokens(), "JSON file of the token ids that such a module drafts on (default: all).", _NO_TRAINING
     )
-    head_overrides: Mapping[str, Any] | None = _option(
+    head_overrides: Fields | None = _option(
         None,
         Overrides(),
         "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",

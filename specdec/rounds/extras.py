@@ -21,7 +21,7 @@ from drafters.loops.base import Choose, Draft
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import ExtraColumns
 from specdec.rounds.transfer import DeviceRound
-from specdec.values import Json
+from specdec.values import Json, TokenIds
 
 NEEDS_AN_EXTRA = ("grammar",)
 """Options of `SamplingParams` that the core has, and only an extra serves."""
@@ -50,7 +50,7 @@ class TokenContext:
 
     tokenizer: Any
     vocab_size: int
-    ends: tuple[int, ...]
+    ends: TokenIds
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from attention.backends.limits import HALF
 from attention.hf.patches import borrowed
+from drafters.checkpoints.config_fields import Config
 from specdec.errors import UnsupportedModelError
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.ops.mixtures.choice import own_form
@@ -363,7 +364,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
 
 def own_quantizer(
     config: PreTrainedConfig,
-    stored: Mapping[str, Any],
+    stored: Config,
     dtype: torch.dtype | str,
     device: torch.device,
     name: str,

@@ -25,6 +25,7 @@ from attention.hf.training_mode import evaluating, trainable_modules
 from attention.runner import PlannedBatch
 from drafters.base import FINAL_NORM, Layers
 from specdec.errors import InvalidInputError, InvariantError
+from specdec.values import Options
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import RotaryPositions, find_long_rope, looked_up
@@ -104,7 +105,7 @@ class AuxStateRecorder:
         if self._on:
             self._store(place, last_states(module, output, self._width))
 
-    def _before_layer(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_layer(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: Options) -> None:
         self._store(place, args[0] if args else kwargs["hidden_states"])
 
     def _after_layer(self, place: int, module: nn.Module, args: Any, output: Any) -> None:

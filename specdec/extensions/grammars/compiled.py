@@ -24,7 +24,7 @@ from specdec.extensions.grammars.schemas import readable, strings_of
 from specdec.extensions.grammars.worker import GrammarThread, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
-from specdec.values import Json, short
+from specdec.values import Json, TokenIds, short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
@@ -61,7 +61,7 @@ class MarkerFinder:
     symbols: of the marker, at least one. spelled: the symbols of a token. is_text: they are bytes.
     """
 
-    symbols: tuple[int, ...]
+    symbols: TokenIds
     spelled: Callable[[int], Sequence[int]]
     is_text: bool = False
 

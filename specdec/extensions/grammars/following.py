@@ -17,6 +17,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.extensions.grammars.compiled import STUCK, CompiledGrammar, GrammarCompiler, Ids, compiler_of
 from specdec.requests.grammar import Grammar, TokenMatcher
 from specdec.rounds.extras import TokenContext
+from specdec.values import TokenIds
 
 
 @dataclass
@@ -47,7 +48,7 @@ class RequestGrammar:
 
     vocabulary: GrammarCompiler | None = None
     prompt_len = 0
-    ends: tuple[int, ...] = ()
+    ends: TokenIds = ()
 
     def __init__(self) -> None:
         self._seen: Ids = []

@@ -22,7 +22,7 @@ from specdec.extensions.handoff.held import HeldPages
 from specdec.extensions.handoff.moved import Departed, Handoff, Pages
 from specdec.extensions.handoff.moving import MovingRequests
 from specdec.requests.request import Update
-from specdec.values import Json, Options, wrong
+from specdec.values import Fields, Json, Options, wrong
 from specdec.wrapped.changes import WeightVersions, adapter_layers, adapter_states, in_words
 from specdec.wrapped.fingerprint import shared_fingerprint, tokens_fingerprint, weights_fingerprint
 
@@ -282,7 +282,7 @@ class Link:
         return self._end.read(own)
 
 
-def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Json, Json]:
+def comparable(own: Fields, other: Fields) -> tuple[Json, Json]:
     """Two fingerprints, without the entries that engines of different numbers of ranks cannot compare."""
     here = dict(own)
     there = dict(other)

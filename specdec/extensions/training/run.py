@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attention.backends.limits import dtype_name
-from drafters.base import FINAL_NORM, Head, Recipe
+from drafters.base import FINAL_NORM, Head, Layers, Recipe
 from drafters.families import FAMILIES
 from drafters.training.data import AnswerSet
 from drafters.training.objective import Features
@@ -30,7 +30,7 @@ from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests, speedup
 from specdec.selftest.selftest import self_test_head
-from specdec.values import ratio
+from specdec.values import Fields, ratio
 from specdec.wrapped.fingerprint import target_fingerprint, weights_fingerprint
 from specdec.wrapped.probing import decoder_of, last_states, probe_target
 
@@ -211,7 +211,7 @@ def evaluation(
     return evaluate
 
 
-def _with_head(model: SpeculativeModel, head: Head, num_drafts: int, sizes: Mapping[str, Any]) -> SpeculativeModel:
+def _with_head(model: SpeculativeModel, head: Head, num_drafts: int, sizes: Fields) -> SpeculativeModel:
     """The target of a model, which may be closed, with a head and otherwise as it was loaded."""
     return SpeculativeModel.from_pretrained(
         model.hf_model,
@@ -249,7 +249,7 @@ def time_rounds(model: SpeculativeModel, head: Head, num_drafts: int, prompt: Se
 
 
 def plan_training(
-    model: SpeculativeModel, family: str, options: Mapping[str, Any], config: TrainConfig, held_out: int
+    model: SpeculativeModel, family: str, options: Fields, config: TrainConfig, held_out: int
 ) -> TrainingPlan:
     """Check everything about training a head that can be known before there are answers.
 
@@ -311,7 +311,7 @@ def final_features(model: SpeculativeModel) -> Features:
     return features
 
 
-def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Features:
+def target_features(model: SpeculativeModel, aux_layers: Layers) -> Features:
     """The target's aux hidden states and logits of right-padded batches, through transformers' own forward.
 
     The tuple form of `output_hidden_states` is used: index b is aux layer b below N in every release. The causal mask
