@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,6 @@ from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
 from drafters.eagle3.head import Eagle1Head, Eagle3Head
 from drafters.eagle3.layout import (
     canonical_names,
-    layer_names,
     resolve_eagle1,
     resolve_spec,
     rotary_buffers,
@@ -172,7 +172,7 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
         ignored["ignored embedding"] = (unread, reason)
         spec, fields = resolve_eagle1(config, shapes, target, overrides)
         kind = "EAGLE-1/2, SafeAILab"
-        names = layer_names(names)
+        names = {re.sub(r"^midlayer\.", "layers.0.", parameter): full for parameter, full in names.items()}
     else:
         require(found.layout, Layout.EAGLE3, config, found.names)
         spec, fields = resolve_spec(config, shapes, target, overrides)

@@ -130,11 +130,6 @@ def _layer_fields(config: Config, shapes: Shapes, target: TargetFacts, first_pos
     ]
 
 
-def layer_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Canonical names (`canonical_names`) as `drafters.eagle3.head.Eagle1Head` has them."""
-    return {re.sub(r"^midlayer\.", "layers.0.", parameter): full for parameter, full in names.items()}
-
-
 def resolve_eagle1(
     config: Config, shapes: Shapes, target: TargetFacts, overrides: Eagle3Overrides
 ) -> tuple[Eagle1Spec, ResolvedFields]:

@@ -20,7 +20,7 @@ from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Round, Verification
 from specdec.execution.readback import HostReads
-from specdec.rounds.extras import Decision, adjusted, adjusting, limited, noted, read_early, rewritten
+from specdec.rounds.extras import Decision, RoundExtra, adjusted, limited, noted, read_early, rewritten
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import TargetArrays
@@ -37,7 +37,8 @@ class EagerExecutor:
         self.target = target
         self._draws = config.draws_drafts
         self._keys = config.keys_drafts
-        self._extras, self._adjusting = config.extras, adjusting(config.extras)
+        self._extras = config.extras
+        self._adjusting = [extra for extra in self._extras if type(extra).adjust is not RoundExtra.adjust]
         self.drafter = drafter
         device = target.hf_model.device
         self.transfers = 0

@@ -63,30 +63,16 @@ _READ: dict[str, Reader] = {
 }
 
 
-def check_values(config: GenerationConfig) -> None:
-    """Refuse values of a wrong type, by the name of their field; stop strings and token ids are read later.
-
-    Raises:
-        InvalidInputError: a count that is no whole number, a rate that is no number, or an object where a plain value
-            (number, text, list, dict, an object of transformers) belongs.
-    """
-    for name, given in vars(config).items():
-        if given is not None:
-            _READ.get(name, _plain)(f"GenerationConfig.{name}", given)
-
-
 def _plain(name: str, given: Any) -> None:
+    """Refuse an object where a number, text, list, dict or object of transformers belongs."""
+    of_transformers = type(given).__module__.partition(".")[0] == "transformers"
     if isinstance(given, (list, tuple, set)):
         for each in given:
             _plain(name, each)
     elif isinstance(given, dict):
         _plain(name, [*given, *given.values()])
-    elif not isinstance(given, (bool, int, float, str, np.number, NoneType)) and not _is_of_transformers(given):
+    elif not isinstance(given, (bool, int, float, str, np.number, NoneType)) and not of_transformers:
         raise refuse_type(name, given, "a plain value; see transformers' documentation of GenerationConfig")
-
-
-def _is_of_transformers(given: Any) -> bool:
-    return type(given).__module__.partition(".")[0] == "transformers"
 
 
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -109,7 +95,9 @@ def sampling_fields(config: GenerationConfig, model: PreTrainedModel, prompt_len
         InvalidInputError: the config needs something that is not supported (beams, penalties, watermarks, …), or has
             values of a wrong type.
     """
-    check_values(config)
+    for name, given in vars(config).items():  # of a right type; stop strings and token ids are read later
+        if given is not None:
+            _READ.get(name, _plain)(f"GenerationConfig.{name}", given)
     own = _own(model, use)
     whole_config = merged(config, own)
     _refuse_unsupported(config, whole_config)

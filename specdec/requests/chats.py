@@ -159,7 +159,8 @@ def _written(messages: Sequence[Any], tokenizer: Any, **form: Any) -> Any:
         )
     for number, message in enumerate(messages, 1):
         _check(number, message)
-    if "sanitize_control_tokens" in options and not _can_split(tokenizer):
+    name = "sanitize_control_tokens"  # without such an argument it would go to the template as a variable
+    if name in options and name not in signature(tokenizer.apply_chat_template).parameters:
         raise InvalidInputError(
             "split_special_tokens=True: this transformers, or this tokenizer, has no apply_chat_template with "
             "sanitize_control_tokens; update transformers (5.24 has it), or leave it out"
@@ -174,11 +175,6 @@ def _written(messages: Sequence[Any], tokenizer: Any, **form: Any) -> Any:
             f"the chat template refuses these {len(messages)} messages "
             f"({named_error(error)}); change the messages, or give text"
         ) from error
-
-
-def _can_split(tokenizer: Any) -> bool:
-    """Whether its `apply_chat_template` names the argument; others would hand it to the template as a variable."""
-    return "sanitize_control_tokens" in signature(tokenizer.apply_chat_template).parameters
 
 
 def prompts_in(value: Any) -> Sequence[Any]:

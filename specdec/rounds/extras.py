@@ -208,11 +208,6 @@ def drafted_prefixes(round_: DeviceRound) -> DraftedPrefixes:
     return DraftedPrefixes(owner, round_.token_ids[places], bonus + columns <= rows[:, None])
 
 
-def adjusting(extras: Sequence[RoundExtra]) -> tuple[RoundExtra, ...]:
-    """The extras that override `adjust`."""
-    return tuple(extra for extra in extras if type(extra).adjust is not RoundExtra.adjust)
-
-
 def adjusted(extras: Sequence[RoundExtra], logits: Tensor, round_: DeviceRound) -> Tensor:
     """The logits [R', V] by which a verification is decided, see `RoundExtra.adjust`."""
     for extra in extras:

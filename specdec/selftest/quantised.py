@@ -38,7 +38,9 @@ _LINEAR = 1e-4
 def quantised_self_test(model: PreTrainedModel, fp8: Fp8Layers | None) -> None:
     """All tests of a quantised target's layers. Raises UnsupportedModelError: one fails."""
     neighbour_test(model)
-    mxfp4_self_test(model)
+    packed = {m.down_proj_blocks.shape: (n, m) for n, m in model.named_modules() if isinstance(m, Mxfp4Experts)}
+    for name, module in packed.values():  # one mixture of every shape
+        _test_packed(name, module, Mxfp4Experts.forward)
     if fp8 is not None:
         fp8_self_test(fp8)
 
@@ -135,13 +137,6 @@ def fp8_self_test(layers: Fp8Layers) -> None:
         _test_experts(name, experts)
         if experts.has_gate:
             _test_packed(name, experts, own_form)
-
-
-def mxfp4_self_test(model: nn.Module) -> None:
-    """Run one mixture of every shape in MXFP4. Raises UnsupportedModelError as `fp8_self_test` does."""
-    packed = {m.down_proj_blocks.shape: (n, m) for n, m in model.named_modules() if isinstance(m, Mxfp4Experts)}
-    for name, module in packed.values():
-        _test_packed(name, module, Mxfp4Experts.forward)
 
 
 @torch.inference_mode()

@@ -148,7 +148,8 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
     if overrides:
         config.per_layer_config = None  # while it is set, transformers refuses to read these attributes
     chosen = _choose_layers(config, one_layer, overrides)
-    heads = _query_heads(config)
+    counts = [value for name, value in vars(config).items() if _QUERY_HEADS.fullmatch(name) and isinstance(value, int)]
+    heads = min(counts, default=0)  # of queries: with as many KV heads, each query head has one
     rotary = _narrow_rope(config, low)
     for name, value in list(vars(config).items()):
         if not name.startswith("_") and isinstance(value, (int, float, list, tuple)):
@@ -203,12 +204,6 @@ def _narrowed(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
         if re.fullmatch(pattern, name):
             return min(value, most)
     return value
-
-
-def _query_heads(config: PreTrainedConfig) -> int:
-    """The smallest number of query heads of a configuration: with as many KV heads, each query head has one."""
-    counts = [value for name, value in vars(config).items() if _QUERY_HEADS.fullmatch(name) and isinstance(value, int)]
-    return min(counts, default=0)
 
 
 def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[int, Options]) -> list[int]:

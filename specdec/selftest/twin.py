@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from attention.backends.reference import TorchBackend
@@ -143,7 +142,10 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
     reason: Exception | None = None
     for towers in (True, False):  # second, if that fails: image and sound parts keep their widths
         try:
-            twin = _constructed(probed.model, low, towers)
+            config = miniature(probed.model.config, low, towers)
+            # Weights are drawn at construction: the user's generator is restored. devices=[]: it draws on the CPU only.
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet_transformers(), torch.no_grad():
+                twin = type(probed.model)(config).float().eval()
             enlarge(twin, seed)
             with torch.inference_mode():
                 read_eager(twin, [torch.arange(1, _SHORTEST)])
@@ -159,13 +161,6 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
             raise _NoTwin("a small copy has other recurrent layers")
         return small
     raise _NoTwin(f"its class cannot be built with a small configuration ({type(reason).__name__}: {reason})")
-
-
-def _constructed(model: PreTrainedModel, low: Sequence[str], towers: bool) -> PreTrainedModel:
-    config = miniature(model.config, low, towers)
-    # Weights are drawn at construction: the user's generator is restored. devices=[]: the twin draws on the CPU only.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _quiet_transformers(), torch.no_grad():
-        return type(model)(config).float().eval()
 
 
 @contextmanager

@@ -166,7 +166,7 @@ class LiveModel:
         buffers = (*_buffers(uncalled if captured else (), False), *_buffers(tabulated, True))
         return cls(
             *(model, snapshot, _vocabulary(model), adapted, adapter_states(adapted)),
-            *(found if captured else found.read_at_loading(), model.config._attn_implementation),
+            *(found if captured else found.renewed(built_in_only=True), model.config._attn_implementation),
             uncalled,
             tables,
             hook_ids(tables),
@@ -217,7 +217,8 @@ class LiveModel:
                     f"the buffer {buffer.name} is another since the model was wrapped (by model.to(dtype)? cast "
                     f"it before){_AGAIN}"
                 )
-        hidden = self.settings.hidden() if captured else _own_forward(self.uncalled)
+        own = (f"the forward of a {type(m).__name__}" for m in self.uncalled if "forward" in m.__dict__)
+        hidden = self.settings.hidden() if captured else next(own, "")
         if hook_ids(self.hook_tables) != self.hooks:
             hidden = hidden or new_hook(self.model, self.uncalled, self.hooks)
         if hidden:
@@ -277,10 +278,6 @@ def _buffers(modules: Iterable[nn.Module], read_once: bool) -> Iterator[_Buffer]
 
 def _children(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
     return [child for module in modules if module._modules for child in module._modules.values()]
-
-
-def _own_forward(modules: Iterable[nn.Module]) -> str:
-    return next((f"the forward of a {type(m).__name__}" for m in modules if "forward" in m.__dict__), "")
 
 
 def _parts(snapshot: _Snapshot) -> list[object]:

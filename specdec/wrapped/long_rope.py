@@ -98,7 +98,10 @@ def find_long_rope(model: PreTrainedModel) -> LongRope | None:
     if original is None:
         return None
     config = model.config.get_text_config()
-    rereads = _drops_its_cache(model) and hasattr(config, _ORIGINAL)
+    prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
+    # A model that drops its cache is known by a name in the bytecode that prepares a step: nothing else marks it.
+    drops = prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
+    rereads = drops and hasattr(config, _ORIGINAL)
     if rereads and getattr(config, _ORIGINAL) != original:
         return None
     return LongRope(LongRopeRule(original, rereads), modules)
@@ -108,13 +111,6 @@ def _original_of(module: nn.Module) -> int | None:
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     value = parameters.get(_ORIGINAL)
     return None if value is None else int(value)
-
-
-def _drops_its_cache(model: PreTrainedModel) -> bool:
-    """Whether the model's own way of preparing a step of `generate` looks at the length at which factors change."""
-    prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
-    # By a name in its bytecode: such models mark this behaviour nowhere else.
-    return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
 
 
 def looked_up(found: LongRope, x: Tensor, max_positions: int) -> list[Value]:

@@ -144,13 +144,9 @@ class Settings:
         """All settings, in a form that is the same in another process."""
         return repr([(place.key, _comparable(value)) for place, value in zip(self.places, self.values, strict=True)])
 
-    def read_at_loading(self) -> Settings:
-        """The current settings that rounds do not read again."""
-        return Settings.of(*self.roots, moving=self.moving, built_in_only=True)
-
-    def renewed(self) -> Settings:
-        """The current settings, including new ones."""
-        return Settings.of(*self.roots, moving=self.moving)
+    def renewed(self, built_in_only: bool = False) -> Settings:
+        """The current settings, including new ones; or only those that rounds do not read again."""
+        return Settings.of(*self.roots, moving=self.moving, built_in_only=built_in_only)
 
     @property
     def are_same(self) -> bool:
@@ -221,7 +217,10 @@ def _places(named: list[tuple[str, nn.Module]]) -> Iterator[_Place]:
         yield from _of_class(kind, kind in attending)
     for name in dict.fromkeys(kind.__module__ for kind in kinds if kind not in PreTrainedModel.__mro__):
         if name in sys.modules and name.partition(".")[0] not in _NOT_LOOKED_AT:
-            yield from _of_file(name, vars(sys.modules[name]))
+            own = vars(sys.modules[name])
+            for function, value in list(own.items()):  # that the code of a module's class calls by name
+                if isinstance(value, FunctionType) and function not in MIXING_FUNCTIONS:
+                    yield _Place(name, own, function, "mask" in function or "attention" in function)
 
 
 def _attends(module: nn.Module) -> bool:
@@ -264,10 +263,3 @@ def _of_class(kind: type, attends: bool) -> Iterator[_Place]:
         counts = name in _CALLS or not (of_every_model or name.startswith("__"))
         if counts and isinstance(value, _FUNCTIONS + _PLAIN):
             yield _Place(f"{kind.__module__}.{kind.__qualname__}", vars(kind), name, attends and not of_every_model)
-
-
-def _of_file(name: str, own: dict[str, Any]) -> Iterator[_Place]:
-    """The functions that the code of a module's class calls by name."""
-    for function, value in list(own.items()):
-        if isinstance(value, FunctionType) and function not in MIXING_FUNCTIONS:
-            yield _Place(name, own, function, "mask" in function or "attention" in function)

@@ -174,7 +174,9 @@ class Asked:
 
     def _config(self) -> GenerationConfig:
         """What is left for SamplingParams: how much is new, counted without the padded prompt."""
-        config = GenerationConfig(**_public(self.config))
+        known = vars(GenerationConfig())
+        given = vars(self.config).items()
+        config = GenerationConfig(**{name: v for name, v in given if not name.startswith("_") and name in known})
         length = self.ids.shape[1]
         least = max((config.min_length or 0) - length, config.min_new_tokens or 0)
         config.max_new_tokens, config.max_length = (config.max_length or 0) - length, None
@@ -289,11 +291,6 @@ def _says_something(name: str, given: Any) -> bool:
     if name == "token_type_ids" and isinstance(given, Tensor):
         return bool(given.any())
     return given is not None and given is not False
-
-
-def _public(config: GenerationConfig) -> Options:
-    known = vars(GenerationConfig())
-    return {name: value for name, value in vars(config).items() if not name.startswith("_") and name in known}
 
 
 def _steps(rows: Sequence[np.ndarray | None], most: int, device: torch.device) -> tuple[Tensor, ...] | None:

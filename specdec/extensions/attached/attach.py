@@ -95,7 +95,10 @@ class Attachment:
             InvalidInputError, ModelChangedError: it is not served, and runs as transformers does where `fallback` is
                 set. Others: as transformers, or as `SpeculativeModel.generate`.
         """
-        if self._is_another_way(call.keywords):
+        named = call.keywords
+        # Another way of decoding, or an adapter of peft's for each row: the model's own path is the call's.
+        another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
+        if another or has_adapter_for_each_row(self.hf_model):
             return call()
         started = self._unless_refused(lambda: self._asked(call).started(self.model))
         return call() if started is None else started.result()
@@ -134,11 +137,6 @@ class Attachment:
             if not self.fallback:
                 raise
         return None
-
-    def _is_another_way(self, named: Options) -> bool:
-        """Whether the model's own path is the call's: another way of decoding, or an adapter of peft's for each row."""
-        another = named.get("custom_generate") is not None or named.get("cache_implementation") == "paged"
-        return another or has_adapter_for_each_row(self.hf_model)
 
     def _asked(self, call: partial[Any]) -> Asked:
         """Prepare the arguments with the model's own methods.

@@ -75,7 +75,9 @@ class Manager:
         self.generation_config = generation_config
         self.continuous_batching_config = options
         self.background_thread_status = SimpleNamespace(fatal_error=None)
-        params = from_generation_config(_without_absolute(generation_config), model.hf_model, 0)
+        # `max_length` counts a prompt that is not there yet: the model's own or 20 new tokens take its place.
+        relative = GenerationConfig(**without(generation_config.to_dict(), ("max_length",)))
+        params = from_generation_config(relative, model.hf_model, 0)
         self._params = replace(params, strict_length=True)
         if getattr(options, "return_logprobs", False):
             self._params = replace(self._params, logprobs=0, logprobs_mode="processed")
@@ -365,8 +367,3 @@ class Manager:
             if output.is_finished():
                 del self._handlers[output.request_id]
         self._change.notify_all()
-
-
-def _without_absolute(config: GenerationConfig) -> GenerationConfig:
-    """Without `max_length`, which counts a prompt that is not there yet: the model's own or 20 new tokens."""
-    return GenerationConfig(**without(config.to_dict(), ("max_length",)))

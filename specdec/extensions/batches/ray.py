@@ -111,20 +111,15 @@ def spread(
         given = {**options.as_arguments(), "params": asking.params, "seed": asking.seed}
         actors = [kind.remote(model, draft, **given) for _ in range(count)]
         try:
-            _check_started(ray, actors)
+            try:
+                ray.get([actor.ready.remote() for actor in actors])  # waits until all models are loaded
+            except ray.exceptions.RayActorError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise SpecdecError(f"a worker cannot be started: {reason}") from error
             yield from shared_out(ray, actors, iter(lines), options.max_num_seqs, asking)
         finally:
             for actor in actors:
                 ray.kill(actor)
-
-
-def _check_started(ray: Any, actors: list[Any]) -> None:
-    """Wait until all models are loaded."""
-    try:
-        ray.get([actor.ready.remote() for actor in actors])
-    except ray.exceptions.RayActorError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise SpecdecError(f"a worker cannot be started: {reason}") from error
 
 
 def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, asking: TaskDefaults) -> Iterator[Record]:
