@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
+from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout, layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from drafters.base import Head, LazyFacts, OtherReading, Recipe
+    from drafters.base import Head, LazyFacts, Recipe
 
 
 class FamilyCode(Protocol):
-    """What a family's module defines. options: load options of this family that a user gave, by name."""
+    """What a family's module defines. options: load options of this family that a user gave, by name.
+
+    Two functions only some families have, see `Family.optional`:
+
+    named_target(config) -> the target named by a config.json if the file describes a head of this family; else None.
+    other_readings(head, N, rope_theta) -> `drafters.base.OtherReading`s: a head of this family under other readings of
+        its files; () of any other head. N: layers of the target. rope_theta: its rotary base or None.
+    """
 
     def load_head(self, path: Any, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> Head:
         """Load a head for a target, in its dtype and on its device.
@@ -41,15 +48,6 @@ class FamilyCode(Protocol):
 
         Raises:
             HeadLoadError: they cannot be read.
-        """
-
-    def named_target(self, config: Config) -> str | None:
-        """The target named by a config.json if the file describes a head of this family; else None."""
-
-    def other_readings(self, head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-        """A head of this family under other readings of its files; () of any other head.
-
-        num_layers: N of the target. rope_theta: its rotary base; None where it has no single base.
         """
 
     def not_exportable(self, path: str | Path) -> str | None:
@@ -88,6 +86,11 @@ class Family:
     takes_models: bool = False
     among_ranks: bool = True
     names_targets: bool = False
+
+    def optional(self, name: str, *arguments: Any) -> Any:
+        """What a function of its module returns that only some families have, see `FamilyCode`; None without it."""
+        function = getattr(self.code(), name, None)
+        return function and function(*arguments)
 
 
 def _assistant() -> FamilyCode:

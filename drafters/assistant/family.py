@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
 from attention.errors import InvalidInputError
-from drafters.base import Head, LazyFacts, OtherReading, Recipe
+from drafters.base import LazyFacts, Recipe
 from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport, ResolvedField
 from drafters.checkpoints.layouts import Layout
 from drafters.checkpoints.tensor_files import CheckpointPath, locate, open_folder, read_json
@@ -130,19 +130,9 @@ def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
     return HeadReport(folder.path, Layout.CAUSAL_LM.value, fields, count)
 
 
-def named_target(config: Config) -> str | None:
-    """None: a model names no larger one."""
-    return None
-
-
 def target_of(path: CheckpointPath) -> str | None:
     """None: it drafts for every target with its vocabulary."""
     return None
-
-
-def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-    """None: transformers reads it."""
-    return ()
 
 
 def not_exportable(path: CheckpointPath) -> str | None:

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.errors import InvalidInputError
-from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
-from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
+from drafters.base import FINAL_NORM, LazyFacts, Recipe
+from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.tensor_files import CheckpointPath, locate
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, load_mtp, save_mtp
@@ -40,19 +40,9 @@ def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
     raise InvalidInputError(f"{path}: a multi-token-prediction module is read with its target: give --target")
 
 
-def named_target(config: Config) -> str | None:
-    """None: a module is stored in its target's checkpoint, or with a copy of the target's config.json."""
-    return None
-
-
 def target_of(path: CheckpointPath) -> str | None:
     """The checkpoint that holds a module, if it is a whole model."""
     return str(path) if (locate(path) / "tokenizer_config.json").exists() else None
-
-
-def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-    """None: how a module is called is tested while it is loaded (`HasInputConvention`)."""
-    return ()
 
 
 def not_exportable(path: CheckpointPath) -> str | None:

@@ -226,7 +226,7 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
 
     config = _config_of(str(target))
     families = [family for family in FAMILIES.values() if family.names_targets]
-    named = next(filter(None, (family.code().named_target(config) for family in families)), None)
+    named = next(filter(None, (family.optional("named_target", config) for family in families)), None)
     if named is None:
         return Pair(target, draft)
     if revision is not None:

@@ -136,7 +136,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     probed = probe_target(model.hf_model)
     layers = len(probed.layers)
     theta = _rope_theta(probed)
-    readings = [own for each in FAMILIES.values() for own in each.code().other_readings(head, layers, theta)]
+    readings = [own for each in FAMILIES.values() for own in each.optional("other_readings", head, layers, theta) or ()]
     own: Chains | None = None
     tried: tuple[Tried, ...] = ()
     if readings and runs_in_chains(head):
