@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -263,7 +263,7 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> Segments:
     return tuple(segments)
 
 
-def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tuple[int, int, RankTable, Region]]:
+def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> Iterator[tuple[int, int, RankTable, Region]]:
     """(first head, head after the last, rank that has them, its region) for all heads of a local region, in as few
     pieces as there are source ranks. Raises HandoffMismatchError: no rank has one of them."""
     having = [(s, s.regions[s.by_name[region.name]]) for s in sources if region.name in s.by_name]
@@ -271,7 +271,6 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tu
         raise HandoffMismatchError(f"region {region.name}: the source has none of that name")
     for _, there in having:
         _check_stored(region, there)
-    found: list[tuple[int, int, RankTable, Region]] = []
     head = region.head0
     end = region.head_range.stop
     while head < end:
@@ -282,9 +281,8 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tu
         owners = [own for own in owners if own[1].head_range == region.head_range] or owners
         source, there = owners[rank % len(owners)]
         stop = min(end, there.head_range.stop)
-        found.append((head, stop, source, there))
+        yield head, stop, source, there
         head = stop
-    return found
 
 
 def _check_stored(here: Region, there: Region) -> None:
