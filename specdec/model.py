@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +17,7 @@ from specdec.options.load_options import LoadArguments, LoadOptions, with_load_o
 from specdec.requests.prompts import Prompts, ids_within
 from specdec.requests.request import Completion
 from specdec.requests.shown import model_line, with_bar
-from specdec.requests.submission import Params, Score, Submission, check_each, scores, submissions, to_be_scored
+from specdec.requests.submission import Check, Params, Score, Submission, check_each, scores, submissions, to_be_scored
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
 from specdec.wrapped.group import ALONE, Group
@@ -308,12 +308,12 @@ class SpeculativeModel:
             stream = self._stream(requests, check)
         return scores(completed(stream))
 
-    def _begun_check(self) -> Callable[[], None] | None:
+    def _begun_check(self) -> Check:
         """Whether `hf_model` is what it was, found out while the prompts are read. Raises ClosedModelError."""
         self._shared.check_open()
         return self._live.begin_check()
 
-    def _stream(self, requests: list[Submission], check: Callable[[], None] | None) -> Stream:
+    def _stream(self, requests: list[Submission], check: Check) -> Stream:
         from specdec.engine.streams import Stream
 
         check_each(requests, lambda request: self.engine.admission.check(request.token_ids, request.params))

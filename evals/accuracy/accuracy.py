@@ -198,9 +198,12 @@ def _tasks(plan: AccuracyPlan) -> list[Any]:
     return [*([{"group": "local", "task": members}] if members else []), *others]
 
 
-def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
-    """{(task, filter, metric): {document: right}}."""
-    scores: dict[tuple[str, str, str], dict[int, bool]] = {}
+_Scores = dict[tuple[str, str, str], dict[int, bool]]
+"""{(task, filter, metric): {document: right}}."""
+
+
+def _samples(result: Json) -> _Scores:
+    scores: _Scores = {}
     for task, samples in result["samples"].items():
         for sample in samples:
             for metric in sample["metrics"]:

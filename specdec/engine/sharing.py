@@ -32,7 +32,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, DrainingError, SpecdecError
 from specdec.requests.request import Call, Update
-from specdec.requests.submission import Submits
+from specdec.requests.submission import Check, Submits
 from specdec.torch_state import at_home
 
 CLOSED = (
@@ -140,7 +140,7 @@ class SharedEngine:
     def submit(
         self,
         requests: Sequence[Submits],
-        check: Callable[[], None] | None = None,
+        check: Check = None,
         call: Call | None = None,
         part: Call | None = None,
     ) -> Call:

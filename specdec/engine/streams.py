@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
@@ -13,7 +13,7 @@ from specdec.engine.sharing import SharedEngine
 from specdec.errors import ENDED, SpecdecError
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.request import Call, Completion, Update
-from specdec.requests.submission import Submission
+from specdec.requests.submission import Check, Submission
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Stream(Iterator[StreamUpdate]):
         shared: SharedEngine,
         requests: Sequence[Submission] | None,
         call: Call | None = None,
-        check: Callable[[], None] | None = None,
+        check: Check = None,
     ) -> None:
         """call: a call whose requests are already queued; then `requests` is None. check: see `SharedEngine.submit`."""
         self._check = check
@@ -118,7 +118,7 @@ class Stream(Iterator[StreamUpdate]):
         """Read to the end: the completions in order. `cancel`, on another thread, ends them early. Raises as `next`."""
         return collected(completed(self))
 
-    def hand_over(self) -> tuple[Sequence[Submission], Callable[[], None] | None]:
+    def hand_over(self) -> tuple[Sequence[Submission], Check]:
         """Close an unread stream and return its requests and their check."""
         requests = self._requests or ()
         self._requests = None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
+Check = Callable[[], None] | None
+"""The rest of a check that a call's first round leaves for later, see `LiveModel.begin_check`."""
 _AtLength = Callable[[int], SamplingParams]
 _ONE = (SamplingParams, GenerationConfig, NoneType)
 _FIELDS = tuple(f.name for f in fields(SamplingParams))

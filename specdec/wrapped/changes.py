@@ -9,7 +9,7 @@ device (for its caches), attention modules, hooked modules, the vocabulary, and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from attention.hf.gate import gate_of
 from attention.hf.port import ATTENTION_NAME
 from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
+from specdec.requests.submission import Check
 from specdec.values import short
 from specdec.wrapped.alterations import HookTables, hook_ids, hook_tables, new_hook, unseen_state
 from specdec.wrapped.settings import Held, Settings
@@ -173,7 +174,7 @@ class LiveModel:
             buffers,
         )
 
-    def begin_check(self) -> Callable[[], None] | None:
+    def begin_check(self) -> Check:
         """Do the part of `check` that must precede a round; returns the rest, which may run while the device does.
 
         Rounds from graphs call no module of the model: they only need its weights at the same addresses, which is quick
