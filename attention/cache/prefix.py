@@ -208,7 +208,8 @@ class PrefixCache:
                 continue
             if old:
                 self._withdraw_windowed(group, old)
-            node.windowed[group], nodes[page] = page, node
+            node.windowed[group] = page
+            nodes[page] = node
             allocator.register(page)
 
     def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], variant: int = 0) -> None:

@@ -119,9 +119,11 @@ def ssd_scan(
     repeat = x.shape[1] // B.shape[1]
 
     def scan(span: Padded, before: Tensor) -> Scanned:
-        b, c = span.gathered(B, ring.B), span.gathered(C)
+        b = span.gathered(B, ring.B)
+        c = span.gathered(C)
         b, c = (each.repeat_interleave(repeat, dim=2) if repeat > 1 else each for each in (b, c))
-        inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
+        inputs = span.gathered(x, ring.x)
+        steps = span.gathered(dt, ring.dt)
         y, after = _scan_in_chunks(c, b, inputs, steps * A.float(), steps, before, corrects=False)
         return y if D is None else y + D.float()[:, None] * inputs, after
 
@@ -143,8 +145,10 @@ def selective_scan(
     """
 
     def scan(span: Padded, before: Tensor) -> Scanned:
-        inputs, steps = span.gathered(x, ring.x), span.gathered(dt, ring.dt)
-        b, c = span.gathered(B, ring.B), span.gathered(C)
+        inputs = span.gathered(x, ring.x)
+        steps = span.gathered(dt, ring.dt)
+        b = span.gathered(B, ring.B)
+        c = span.gathered(C)
         outputs = []
         for t in range(span.length):
             step = steps[:, t, :, None]

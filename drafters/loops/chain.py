@@ -257,7 +257,8 @@ def run_steps(
         return Draft(inputs.passes[0].token_ids.new_empty(0, 0), None)
     block = last[0][:count, None]  # [R, width, H]
     ids, probs = choose(0, modules[0].logits(block[:, -1]))
-    chosen, token_ids = [probs], [modules[0].to_target_ids(ids)]
+    chosen = [probs]
+    token_ids = [modules[0].to_target_ids(ids)]
     for step, metadata in enumerate(inputs.steps, 1):
         module, before = modules[step % num_modules], modules[(step - 1) % num_modules]
         if 1 < step <= num_modules:

@@ -283,7 +283,8 @@ class StepBuffers:
             return (), self._arena.end(self._bucket)
         if count < len(self._lens):
             self._lens[count:] = self._num_drafts[count:] = 0
-        self._lens[:count], self._num_drafts[:count] = rows.committed_lens, rows.num_drafts
+        self._lens[:count] = rows.committed_lens
+        self._num_drafts[:count] = rows.num_drafts
         self._lens[:count] += self._bonus
         padded = DraftingRows(self._lens, self._num_drafts, rows.block_table, rows.page_size)
         table, counts = _write_steps(place.arrays, place.first, padded, self._tokens)

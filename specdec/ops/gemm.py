@@ -178,7 +178,8 @@ class Matmul:
             out = x.new_empty(shape)
             one = factors.ctypes.data
             workspace = x.new_empty(size, dtype=torch.uint8) if size else None
-            to, scratch = out.data_ptr(), 0 if workspace is None else workspace.data_ptr()
+            to = out.data_ptr()
+            scratch = 0 if workspace is None else workspace.data_ptr()
             read = (self._operation, one, weight.data_ptr(), self._weight, x.data_ptr(), self._x)
             written = (one + factors.itemsize, to, self._out, to, self._out)
             stream = torch.cuda.current_stream(x.device).cuda_stream

@@ -268,7 +268,8 @@ def with_load_options(
         def called(cls: _Class, target: Any, draft: Any = None, **options: Any) -> R:
             return load(cls, target, draft, LoadOptions(**options))
 
-        own, shown = signature(load), signature(arguments)
+        own = signature(load)
+        shown = signature(arguments)
         parameters = [own.parameters["cls"], *shown.parameters.values()]
         called.__dict__["__signature__"] = own.replace(parameters=parameters)
         checked: Any = only_known(called, partial(unknown_options, "unexpected keyword argument"))

@@ -194,7 +194,9 @@ class Detokenizer:
         if not context_text:  # a context without text: a decoder that drops the first space would drop the next one
             return ""
         passed = self.tail[: self._cut_text]
-        self._context, self._mark, self._context_text = self._mark, self._cut, context_text
+        self._context = self._mark
+        self._mark = self._cut
+        self._context_text = context_text
         self.start += len(passed)
         self.tail = self.tail[len(passed) :]
         self.stable = max(self.stable - len(passed), 0)

@@ -146,7 +146,8 @@ def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int =
     committed = np.arange(len(owner)) - starts[owner] < num_new[owner]
     token_ids[committed] = following[np.arange(following.shape[1]) < num_new[:, None]]
     if bonus:
-        token_ids, starts = np.insert(token_ids, starts[:-1], target.tokens[:, 0]), starts + np.arange(len(starts))
+        token_ids = np.insert(token_ids, starts[:-1], target.tokens[:, 0])
+        starts = starts + np.arange(len(starts))
     last_row, counts = starts[:-1] + num_new - 1 + bonus, target.num_drafts + 1
     decided_place = np.full(len(rows), len(target.decided))
     decided_place[target.decided] = np.arange(len(target.decided))

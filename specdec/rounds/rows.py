@@ -230,7 +230,8 @@ class RowTable:
 
     def close(self, row: int) -> None:
         """Give a row back."""
-        self.num_given[row], self.awaited[row] = 0, False
+        self.num_given[row] = 0
+        self.awaited[row] = False
         self.previous[row] = -1
         for columns in self.extras:
             columns.close(row)

@@ -150,7 +150,8 @@ def _put(weight: nn.Parameter, before: nn.Parameter, layers: list[nn.Module]) ->
 def _restore(done: list[_Packed]) -> None:
     """Give the layers their own parameters, with the current values, and heads the same memory."""
     for own, packed, layers, buffers in done:
-        own.data, own.grad = packed.plain().clone(), packed.grad
+        own.data = packed.plain().clone()
+        own.grad = packed.grad
         _put(own, packed, layers)
         for module, name in buffers:
             if module._buffers[name] is packed:

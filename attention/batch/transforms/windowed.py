@@ -109,7 +109,8 @@ def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, 
         )
     size = batch.page_size
     first = first_listed(batch.num_computed_tokens, reach, size)
-    first_pages, seq_lens = first // size, (batch.seq_lens - first).astype(np.int32)
+    first_pages = first // size
+    seq_lens = (batch.seq_lens - first).astype(np.int32)
     layout = page_layout(seq_lens, size)
     return WindowedBatch(
         query_start_loc=batch.query_start_loc,

@@ -228,7 +228,8 @@ class AsyncStream(AsyncIterator[StreamUpdate]):
 
     def needs_signal(self) -> bool:
         """Whether its event loop must be woken for a change: once, until the reader looks."""
-        signalled, self._signalled = self._signalled, True
+        signalled = self._signalled
+        self._signalled = True
         return not signalled
 
 

@@ -60,7 +60,8 @@ predicted speed-up by acceptance length: 2: 1.43 ×, 2.5: 1.79 ×, 3: 2.14 ×
         return speedup(tokens, self.plain, self.drafted)
 
     def __str__(self) -> str:
-        drafts, needed = self.num_drafts, max(self.drafted / self.plain - 1, 0.0)
+        drafts = self.num_drafts
+        needed = max(self.drafted / self.plain - 1, 0.0)
         which = f"a head that accepts {needed:.2f} of {drafts} drafts" if needed <= drafts else "no head"
         lengths = [f"{n}: {self.speedup(n):.2f} ×" for n in _SHOWN_LENGTHS if n <= drafts + 1]
         times = f"{1e3 * self.plain:.1f} ms, with {drafts} drafts {1e3 * self.drafted:.1f} ms"
