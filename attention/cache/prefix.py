@@ -62,16 +62,14 @@ class _Node:
         return any(entry.head for entry in self.entries.values())
 
 
+@dataclass(eq=False, slots=True)
 class _Entry:
     """A target page and the head page (0: none) that matches this continuation."""
 
-    __slots__ = ("following", "head", "node", "page")
-
-    def __init__(self, node: _Node, following: bytes, page: int, head: int) -> None:
-        self.node = node
-        self.following = following
-        self.page = page
-        self.head = head
+    node: _Node
+    following: bytes
+    page: int
+    head: int
 
 
 @dataclass(frozen=True)
