@@ -126,21 +126,16 @@ def _apply(rng: random.Random, frame: Frame, state: _State, words: dict[str, str
     for expression, sentence in frame.lines:
         if not _draw(rng, expression, numbers):
             return None
-        calculation, numbers["w"] = _worked(expression, numbers)
+        left, operator, right = tuple(expression)
+        a = _value(left, numbers)
+        b = _value(right, numbers)
+        numbers["w"] = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
+        calculation = f"{a}{operator}{b} = {{}}<<{a}{operator}{b}={numbers['w']}>>{numbers['w']}"
         filled = sentence.format(calc=calculation.format(""), money=calculation.format("$"), **words)
         lines.append(_capital(filled))
     text = _capital(frame.text.format(**words, **numbers))
     value = numbers.get("w", state.value)
     return _State(frame.gives, value, (*state.sentences, text), (*state.lines, *lines), (*state.used, frame))
-
-
-def _worked(expression: str, numbers: dict[str, int]) -> tuple[str, int]:
-    """The calculation as written in the answer, with a place for a dollar sign, and its result."""
-    left, operator, right = tuple(expression)
-    a = _value(left, numbers)
-    b = _value(right, numbers)
-    result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
-    return f"{a}{operator}{b} = {{}}<<{a}{operator}{b}={result}>>{result}", result
 
 
 def _value(symbol: str, numbers: dict[str, int]) -> int:

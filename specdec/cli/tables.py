@@ -42,15 +42,18 @@ def stats_table(completions: Sequence[Completion]) -> Table:
     """Acceptance and times of some completions."""
     pooled = pool_requests([c.stats for c in completions])
     table = Table(show_header=False, title="statistics", title_justify="left")
-    table.add_row("acceptance length τ", number(pooled.tau, ".2f"))
-    table.add_row("accepted, given those before", percentages(pooled.conditional))
-    table.add_row("accepted, of rounds with that draft", percentages(pooled.unconditional))
-    table.add_row("rounds", str(pooled.rounds))
-    table.add_row("new tokens", str(_total(completions, "new_tokens")))
-    table.add_row("prompt tokens", prompt_tokens(completions))
-    table.add_row("prompt seconds", f"{_total(completions, 'prefill_s'):.3f}")
-    table.add_row("decode seconds", f"{_total(completions, 'decode_s'):.3f}")
-    table.add_row("decode tokens/s", number(tokens_per_second(completions), ".1f"))
+    for row in (
+        ("acceptance length τ", number(pooled.tau, ".2f")),
+        ("accepted, given those before", percentages(pooled.conditional)),
+        ("accepted, of rounds with that draft", percentages(pooled.unconditional)),
+        ("rounds", str(pooled.rounds)),
+        ("new tokens", str(_total(completions, "new_tokens"))),
+        ("prompt tokens", prompt_tokens(completions)),
+        ("prompt seconds", f"{_total(completions, 'prefill_s'):.3f}"),
+        ("decode seconds", f"{_total(completions, 'decode_s'):.3f}"),
+        ("decode tokens/s", number(tokens_per_second(completions), ".1f")),
+    ):
+        table.add_row(*row)
     return table
 
 

@@ -150,7 +150,9 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
     chosen = _choose_layers(config, one_layer, overrides)
     counts = [value for name, value in vars(config).items() if _QUERY_HEADS.fullmatch(name) and isinstance(value, int)]
     heads = min(counts, default=0)  # of queries: with as many KV heads, each query head has one
-    rotary = _narrow_rope(config, low)
+    rotary = rotary_parameters(config)
+    for parameters in rotary:
+        _narrow_rope(config, parameters, low)
     for name, value in list(vars(config).items()):
         if not name.startswith("_") and isinstance(value, (int, float, list, tuple)):
             setattr(config, name, _narrowed(name, value, low, heads))
@@ -237,15 +239,8 @@ def _set_layers(config: PreTrainedConfig, count: int | None) -> None:
             setattr(config, name, min(value, 2) if count is None else count)
 
 
-def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
-    """Fit the rotary embedding's parameters to the width of a miniature's heads; returns whether it has any."""
-    found = rotary_parameters(config)
-    for parameters in found:
-        _narrow_rope_parameters(config, parameters, low)
-    return bool(found)
-
-
-def _narrow_rope_parameters(config: PreTrainedConfig, parameters: Options, low: Sequence[str]) -> None:
+def _narrow_rope(config: PreTrainedConfig, parameters: Options, low: Sequence[str]) -> None:
+    """Fit a rotary embedding's parameters to the width of a miniature's heads."""
     if isinstance(parameters.get(_ROPE_THRESHOLD), (int, float)):
         # dynamic: requests end before it, see specdec.loading.sizes.max_model_len
         near = _ROPE_THRESHOLD in low and parameters.get("rope_type") != _BATCH_DEPENDENT_ROPE
