@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from transformers import GenerationConfig
 
+from attention.toml_tables import read_tables
 from specdec.errors import InvalidInputError
 from specdec.options.load_options import Use
 from specdec.options.logits_options import OFF, LogitsOptions
@@ -31,27 +32,11 @@ Served = Literal["device", "host", "without effect", "refused"]
 """Exact: applied on the device, or on the host; of neither effect; or refused by name."""
 _SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 """transformers' defaults, with do_sample."""
-_FIELDS: dict[Served, tuple[str, ...]] = {
-    "device": ("do_sample", *_SAMPLED, *OFF),
-    "host": ("max_new_tokens", "max_length", "max_time", "num_return_sequences", "eos_token_id", "stop_strings"),
-    "without effect": (
-        *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
-        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
-        *("disable_compile", "compile_config", "continuous_batching_config"),
-        *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
-    ),
-}
-"""What is done with a field, whoever sets it; all others are refused. Those without effect change no token of a request
-and nothing that it gives back; see docs/generation_options.md."""
-_SERVED = {name: how for how, names in _FIELDS.items() for name in names}
-_CALLS_ONLY = {
-    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
-    *("prompt_lookup_num_tokens", "use_mtp", "speculation_type", "max_matching_ngram_size"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
-}
-"""What else `generate` gives back, and transformers' own speculation: they change no token, so a model's own may have
-them. In a caller's they ask for what is not done here."""
+_TABLES = read_tables("specdec", "options/generation_fields.toml")
+_SERVED: dict[str, Served] = {name: how for how, names in _TABLES["served"].items() for name in names}
+_SERVED |= dict.fromkeys(("do_sample", *_SAMPLED, *OFF), "device")
+"""What is done with a field, whoever sets it; all others are refused."""
+_CALLS_ONLY = set(_TABLES["calls"]["only"])
 _ONE_IS_OFF = {"repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"}
 _ZERO_IS_SET = {"forced_bos_token_id", "forced_eos_token_id", "assistant_ensemble_weight"}
 _READ: dict[str, Reader] = {

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from attention.errors import named_error
+from attention.toml_tables import read_tables
 from specdec.errors import InvalidInputError
 from specdec.interrupts import is_from_outside
 from specdec.user_warnings import warn_user
@@ -39,29 +40,11 @@ of it having been launched since."""
 _KEPT_LEFT = 1024
 """Positions of which is kept what options leave: more than rounds have drafts."""
 
-OPTIONS_OF: dict[type, str] = {
-    hf.EncoderNoRepeatNGramLogitsProcessor: "encoder_no_repeat_ngram_size",
-    hf.EncoderRepetitionPenaltyLogitsProcessor: "encoder_repetition_penalty",
-    hf.ExponentialDecayLengthPenalty: "exponential_decay_length_penalty",
-    hf.ForcedBOSTokenLogitsProcessor: "forced_bos_token_id",
-    hf.ForcedEOSTokenLogitsProcessor: "forced_eos_token_id",
-    hf.InfNanRemoveLogitsProcessor: "remove_invalid_values",
-    hf.MinLengthLogitsProcessor: "min_length",
-    hf.MinNewTokensLengthLogitsProcessor: "min_new_tokens",
-    hf.NoBadWordsLogitsProcessor: "bad_words_ids",
-    hf.NoRepeatNGramLogitsProcessor: "no_repeat_ngram_size",
-    hf.RepetitionPenaltyLogitsProcessor: "repetition_penalty",
-    hf.SequenceBiasLogitsProcessor: "sequence_bias",
-    hf.SuppressTokensAtBeginLogitsProcessor: "begin_suppress_tokens",
-    hf.SuppressTokensLogitsProcessor: "suppress_tokens",
-}
+_TABLES = read_tables("specdec", "requests/processors.toml")
+OPTIONS_OF: dict[type, str] = {getattr(hf, name): option for name, option in _TABLES["options"].items()}
 """transformers' processors without a state, by exact class, and the options that make `generate` build one itself."""
 
-STATELESS: frozenset[type] = frozenset(OPTIONS_OF) | {
-    *(hf.EpsilonLogitsWarper, hf.EtaLogitsWarper, hf.LogitNormalization, hf.MinPLogitsWarper),
-    *(hf.TemperatureLogitsWarper, hf.TopHLogitsWarper, hf.TopKLogitsWarper),
-    *(hf.TopPLogitsWarper, hf.TypicalLogitsWarper, hf.WatermarkLogitsProcessor),
-}
+STATELESS = frozenset(OPTIONS_OF) | {getattr(hf, name) for name in _TABLES["stateless"]["others"]}
 """transformers' processors that calls do not change, by exact class; each treats every row by that row alone."""
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _RUN_A_MODEL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
