@@ -111,10 +111,8 @@ class TorchBuilder:
         page_size = host.page_size
         even = int(lens.min()) == num_queries
         same = int(seqs.min()) == num_keys
-        key, within = (
-            np.arange(num_keys),
-            np.minimum(np.arange(num_queries), lens[:, None] - 1),
-        )  # [b, Q], last repeated
+        key = np.arange(num_keys)
+        within = np.minimum(np.arange(num_queries), lens[:, None] - 1)  # [b, Q], last repeated
         tokens = mask = bias = None
         if not even or len(rows) < len(host.seq_lens):
             tokens = self._send((host.query_start_loc[:-1][rows, None].astype(np.int64) + within).reshape(-1))

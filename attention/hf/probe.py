@@ -151,7 +151,19 @@ def _record(
         raise UnsupportedAttentionError(f"attention '{_PROBE_NAME}' was called outside a probe")
     _refuse_unknown(module, attention_mask, kwargs)
     _refuse_second(module, calls)
-    attention_spec = _attention_spec(module, query, key, value, kwargs)
+    scaling = kwargs.get("scaling")
+    attention_spec = AttentionSpec(
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim_k=query.shape[-1],
+        head_dim_v=value.shape[-1],
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        has_sinks=kwargs.get("s_aux") is not None,
+        chunk_size=chunk_size_of(module),
+        temperature=temperature_of(module),
+    )
     latent = absorbed_attention(module)
     calls.append(
         AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
@@ -186,24 +198,6 @@ def _refuse_second(module: nn.Module, calls: list[AttentionCall]) -> None:
     raise UnsupportedAttentionError(
         f"the model repeats its layers: {type(module).__name__} runs again in the same forward, and the cache has one "
         "place for its keys"
-    )
-
-
-def _attention_spec(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
-) -> AttentionSpec:
-    scaling = kwargs.get("scaling")
-    return AttentionSpec(
-        num_q_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim_k=query.shape[-1],
-        head_dim_v=value.shape[-1],
-        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
-        window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        has_sinks=kwargs.get("s_aux") is not None,
-        chunk_size=chunk_size_of(module),
-        temperature=temperature_of(module),
     )
 
 

@@ -161,31 +161,17 @@ class SharingHead(nn.Module):
         self.draft_vocab_size = spec.draft_vocab_size
         self.attention_specs = spec.attention_specs
         self.checkpoint_report: HeadReport | None = None
-        self._share_target(target_embedding, target_lm_head)
-        self._set_vocabulary(d2t, target_embedding.device)
-        self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
-        with device or target_embedding.device:
-            self.build_modules()
-
-    def build_modules(self) -> None:
-        """Make the modules of the checkpoint."""
-        raise NotImplementedError
-
-    def _share_target(self, embedding: Tensor, lm_head: Tensor | None) -> None:
-        spec = self.spec
         if not spec.own_embed:
-            check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
+            check_shape("embedding", target_embedding, spec.vocab_size, spec.hidden_size)
         if not spec.own_lm_head:
-            if lm_head is None:
+            if target_lm_head is None:
                 raise InvalidInputError("this head has no lm_head of its own: pass the target's lm_head weight")
-            check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
+            check_shape("lm_head", target_lm_head, spec.draft_vocab_size, spec.hidden_size)
         # Not persistent: they are the target's, so they are no part of the head's checkpoint.
-        self.register_buffer("target_embedding", None if spec.own_embed else embedding.detach(), persistent=False)
-        shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
+        shared_embedding = None if spec.own_embed else target_embedding.detach()
+        self.register_buffer("target_embedding", shared_embedding, persistent=False)
+        shared_lm_head = None if spec.own_lm_head or target_lm_head is None else target_lm_head.detach()
         self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
-
-    def _set_vocabulary(self, d2t: Tensor | None, device: torch.device) -> None:
-        spec = self.spec
         if d2t is None and spec.draft_vocab_size != spec.vocab_size:
             raise InvalidInputError(
                 f"a head of {spec.draft_vocab_size} draft tokens for a vocabulary of {spec.vocab_size} needs d2t"
@@ -194,7 +180,14 @@ class SharingHead(nn.Module):
         if offsets.shape != (spec.draft_vocab_size,):
             raise InvalidInputError(f"d2t has shape {list(offsets.shape)}, the head asks for [{spec.draft_vocab_size}]")
         check_offsets(offsets, spec.vocab_size)
-        self.register_buffer("target_ids", ids_of(offsets).to(device), persistent=False)
+        self.register_buffer("target_ids", ids_of(offsets).to(target_embedding.device), persistent=False)
+        self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
+        with device or target_embedding.device:
+            self.build_modules()
+
+    def build_modules(self) -> None:
+        """Make the modules of the checkpoint."""
+        raise NotImplementedError
 
     def build_embedding(self) -> None:
         """Make the embedding that the checkpoint brings, before all other modules."""

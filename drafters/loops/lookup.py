@@ -83,7 +83,12 @@ class TokenIndex:
             if found[-1][0] == self._longest:
                 break
             place = self._before[place]
-        return self._best(found)
+        tokens = self.tokens
+        going_on = [(n, p) for n, p in found if n >= self._least and tokens[p + 1] != END]  # that a token follows
+        if not going_on:
+            return Match(-1, 0, 0)
+        length, place = max(going_on)
+        return Match(place, length, sum(tokens[p + 1] == tokens[place + 1] for n, p in going_on if n == length))
 
     def propose(self, most: int) -> list[int]:
         """At most `most` tokens that followed the longest match of the last tokens, one for each token of it and place
@@ -122,15 +127,6 @@ class TokenIndex:
         while count < most and tokens[place - count] == text[i - count]:
             count += 1
         return count
-
-    def _best(self, found: Sequence[tuple[int, int]]) -> Match:
-        """The longest of (length, place) that a token follows."""
-        tokens = self.tokens
-        going_on = [(n, p) for n, p in found if n >= self._least and tokens[p + 1] != END]
-        if not going_on:
-            return Match(-1, 0, 0)
-        length, place = max(going_on)
-        return Match(place, length, sum(tokens[p + 1] == tokens[place + 1] for n, p in going_on if n == length))
 
 
 class SharedTexts:

@@ -260,7 +260,12 @@ def _newest_good(found: list[Path], console: Console) -> tuple[Path, Json]:
         if reason is None:
             state, reason = _read_state(path / _STATE)
         if reason is None:
-            _set_aside(broken, path, console)
+            for bad, fault in broken:
+                aside = bad.with_name(f"{bad.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(bad, aside)
+                line = f"checkpoint {bad.name} is damaged ({fault}) and kept as {aside.name}"
+                console.print(f"{line}; the run goes on from {path.name}", highlight=False, soft_wrap=True)
             return path, state
         broken.append((path, reason))
     listed = "; ".join(f"{path}: {reason}" for path, reason in broken)
@@ -277,14 +282,3 @@ def _read_state(file: Path) -> tuple[Json, str | None]:
         return {}, f"{file.name} cannot be read: {error}"
     missing = [name for name in _PARTS if name not in state] if isinstance(state, dict) else list(_PARTS)
     return ({}, f"{file.name} lacks {', '.join(missing)}") if missing else (state, None)
-
-
-def _set_aside(broken: list[tuple[Path, str]], good: Path, console: Console) -> None:
-    for path, reason in broken:
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(path, aside)
-        line = (
-            f"checkpoint {path.name} is damaged ({reason}) and kept as {aside.name}; the run goes on from {good.name}"
-        )
-        console.print(line, highlight=False, soft_wrap=True)

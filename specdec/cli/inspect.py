@@ -62,7 +62,13 @@ def inspect(
         report = _described(head, load)
         _print_head(report, remark + _depends(report), as_json)
         return
-    _print_pair(head, found, load, file, as_json)
+    from specdec.cli.generate import read_prompt_file
+    from specdec.extensions.head_check.check import check_agreement
+    from specdec.loading.tokenizers import as_chats
+
+    prompts = None if file is None else [line.prompt for line in read_prompt_file(file)]
+    model = load_model(found, "mtp" if head == found else head, load)
+    _print(model, check_agreement(model, None if prompts is None else as_chats(model.tokenizer, prompts)), as_json)
 
 
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
@@ -101,16 +107,6 @@ def _depends(report: HeadReport) -> str:
         if ids
         else ""
     )
-
-
-def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:
-    from specdec.cli.generate import read_prompt_file
-    from specdec.extensions.head_check.check import check_agreement
-    from specdec.loading.tokenizers import as_chats
-
-    prompts = None if file is None else [line.prompt for line in read_prompt_file(file)]
-    model = load_model(target, "mtp" if head == target else head, load)
-    _print(model, check_agreement(model, None if prompts is None else as_chats(model.tokenizer, prompts)), as_json)
 
 
 def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) -> None:

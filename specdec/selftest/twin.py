@@ -236,7 +236,9 @@ def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[Tensor], wit
     a = piece.start[read]
     b = piece.stop[read]
     tried = f"{len(read)} row(s) are read from token {a.tolist()} to {b.tolist()}"
-    for logits_indices in _selections(b - a, with_none):
+    last = torch.from_numpy(np.cumsum(b - a) - 1)
+    # All logits, the last of each row as after a prompt, and none as within one.
+    for logits_indices in (torch.arange(int((b - a).sum())), last, last[:0])[: 3 if with_none else 2]:
         if states is not None and kept is not None:
             states.put_back(kept)  # the piece is read several times, from the same states
         with errors_named(rows.target.hf_model, tried):
@@ -247,12 +249,6 @@ def _piece_error(rows: DummyRows, piece: ReadPiece, right: Sequence[Tensor], wit
         if not error <= _TOLERANCE:
             return f"has a relative logit error of {error:.2g} in float32 (allowed: {_TOLERANCE:g}) when {tried}"
     return None
-
-
-def _selections(lens: np.ndarray, with_none: bool) -> tuple[Tensor, ...]:
-    """Logits indices to test: all, the last of each row as after a prompt, and none as within one."""
-    last = torch.from_numpy(np.cumsum(lens) - 1)
-    return (torch.arange(int(lens.sum())), last, last[:0])[: 3 if with_none else 2]
 
 
 def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:

@@ -171,20 +171,6 @@ class TrainingPlan:
             )
 
 
-def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
-    """What decides the result for every family of heads."""
-    described = model.describe()
-    values = {
-        "head": Setting(family),
-        "target": Setting(target_fingerprint(model.hf_model), str(described["target"])),
-        "dtype": Setting(dtype_name(model.dtype)),
-        "device": Setting(model.device.type),
-        "backend": Setting(model.backend_name),
-        "held_out": Setting(held_out),
-    }
-    return values | {name: Setting(value) for name, value in asdict(config).items() if name not in FREE_SETTINGS}
-
-
 def _results(output: Path) -> list[Path]:
     """Checkpoints, whole, damaged or half-written, and the head of earlier runs."""
     return sorted(path for pattern in ("step-*", "head", "head.*") for path in output.glob(pattern) if path.is_dir())
@@ -274,7 +260,16 @@ def plan_training(
             {**options, "num_drafts": config.ttt_steps},
         )
     )
-    settings = common_settings(model, family, config, held_out)
+    described = model.describe()
+    settings = {
+        "head": Setting(family),
+        "target": Setting(target_fingerprint(model.hf_model), str(described["target"])),
+        "dtype": Setting(dtype_name(model.dtype)),
+        "device": Setting(model.device.type),
+        "backend": Setting(model.backend_name),
+        "held_out": Setting(held_out),
+    }
+    settings |= {name: Setting(value) for name, value in asdict(config).items() if name not in FREE_SETTINGS}
     if recipe.initial is not None:
         self_test_head(recipe.initial, hf_model, model.tokenizer, config.ttt_steps)
         settings["module"] = Setting(weights_fingerprint(recipe.initial), str(options["module"]))
