@@ -356,7 +356,7 @@ class SpeculativeModel:
         from specdec.wrapped.target import own_logits
 
         self._shared.check_open()
-        ids = ids_within(token_ids, self.target.num_embeddings, "own_logits")
+        ids = ids_within(token_ids, self.target.num_embeddings)
         with self._shared.between_rounds():
             return self.group.run(own_logits, self.engine, ids)
 

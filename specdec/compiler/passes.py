@@ -131,12 +131,16 @@ def _sums_nothing(node: Node) -> bool:
     return not node.kwargs and len(node.args) == 2 and shape_of(node.args[0])[-1:] == (1,)
 
 
+def _times(one: Any, other: Any) -> Call:
+    return Call(aten.mul.Tensor, (one, other))
+
+
 _WIDE = Call(convert, ("x", torch.float32), name="wide")
 _MEAN = Call(aten.mean.dim, (Call(aten.pow.Tensor_Scalar, (_WIDE, 2)), lambda dims: dims in ([-1], [2]), True))
 # Only readers: a second reader of an inner value would need it computed as well, and nothing would be saved.
 _RSQRT = Call(aten.rsqrt.default, (Call(aten.add.Tensor, (_MEAN, "eps")),), readers=1)
 _SCALED = Call(convert, (Call(aten.mul.Tensor, (_WIDE, _RSQRT), readers=1), "dtype"), readers=1)
-_NORM = Call(aten.mul.Tensor, ("weight", _SCALED))
+_NORM = _times("weight", _SCALED)
 
 
 def norm_at_once(graph: Graph) -> None:
@@ -171,7 +175,7 @@ def _is_of_hidden_states(x: Any, weight: Any, eps: Any, dtype: Any, wide: Any) -
 # x · cos + cat(-x₂, x₁) · sin of the halves x₁, x₂ of x.
 _HALVES = [Call(aten.neg.default, ("second",)), Call(aten.slice.Tensor, ("x", 3, 0, "half"))]
 _TURNED = Call(aten.cat.default, (_HALVES, lambda dim: dim in (-1, 3)), name="turned")
-_ROTATION = Call(aten.add.Tensor, (Call(aten.mul.Tensor, ("x", "cos")), Call(aten.mul.Tensor, (_TURNED, "sin"))))
+_ROTATION = Call(aten.add.Tensor, (_times("x", "cos"), _times(_TURNED, "sin")))
 
 
 def rotate_at_once(graph: Graph) -> None:
@@ -213,8 +217,8 @@ def _is_of_heads(x: Any, cos: Any, sin: Any, turned: Any, second: Any, half: Any
 _JOINED = Call(aten.cat.default, (["query", "key"], 1), name="joined")
 _PARTS = Call(aten.split.Tensor, (Call(convert, (_JOINED, torch.float32)), "half", -1), name="parts")
 _FIRST, _SECOND = (Call(operator.getitem, (_PARTS, i)) for i in (0, 1))
-_LOW = Call(aten.sub.Tensor, (Call(aten.mul.Tensor, (_FIRST, "cos")), Call(aten.mul.Tensor, (_SECOND, "sin"))))
-_HIGH = Call(aten.add.Tensor, (Call(aten.mul.Tensor, (_SECOND, "cos")), Call(aten.mul.Tensor, (_FIRST, "sin"))))
+_LOW = Call(aten.sub.Tensor, (_times(_FIRST, "cos"), _times(_SECOND, "sin")))
+_HIGH = Call(aten.add.Tensor, (_times(_SECOND, "cos"), _times(_FIRST, "sin")))
 _JOINED_ROTATION = Call(convert, (Call(aten.cat.default, ([_LOW, _HIGH], -1)), "dtype"))
 
 
@@ -238,7 +242,7 @@ def _is_joined(query: Any, key: Any, cos: Any, sin: Any, joined: Any, half: Any,
 _GATE = Call(convert, ("gate", torch.float32), name="wide")
 _GROWN = Call(aten.exp.default, (Call(aten.neg.default, (_GATE,)),))
 _SILU = Call(convert, (Call(aten.div.Tensor, (_GATE, Call(aten.add.Tensor, (_GROWN, 1)))), "dtype"))
-_GATED = Call(aten.mul.Tensor, (_SILU, "up"))
+_GATED = _times(_SILU, "up")
 
 
 def gate_at_once(graph: Graph) -> None:

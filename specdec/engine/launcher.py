@@ -17,7 +17,6 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
 from specdec.execution.base import ChainedVerification, DraftedVerification, Executor, Round, Verification
 from specdec.rounds.drafting import draft_input, drafts_after
-from specdec.rounds.extras import reads_early
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable, Schedule
 from specdec.rounds.verification import RoundTables, TargetArrays, WindowedTable, target_after, target_arrays
@@ -195,7 +194,9 @@ class Launcher:
         transfers = self.executor.transfers
         counters.rounds += 1
         if any(target.extras):
-            counters.early_reads += reads_early(self._extras, target.extras)
+            # Not strict: a round in which no extra has arrays may have () in their place.
+            pairs = zip(self._extras, target.extras, strict=False)
+            counters.early_reads += any(own is not None and extra.reads(own) for extra, own in pairs)
         counters.host_to_device += transfers - counters.transfers
         counters.transfers = transfers
         if verification is None:

@@ -153,8 +153,8 @@ def _check_not_mixed(prompts: Sequence[Any]) -> None:
         )
 
 
-def ids_within(given: Any, size: int, call: str) -> list[int]:
-    """Token ids given as a list or a 1-D array, all of them below `size`. call: what they are for, in messages.
+def ids_within(given: Any, size: int) -> list[int]:
+    """Token ids of `own_logits`, given as a list or a 1-D array, all of them below `size`.
 
     Raises:
         InvalidInputError: no ids, ids that are no integers, or an id outside of 0 … size - 1; an array of something
@@ -164,7 +164,7 @@ def ids_within(given: Any, size: int, call: str) -> list[int]:
     ids = _ids_of(found)
     if not ids or not all(0 <= token < size for token in ids):
         raise InvalidInputError(
-            f"{call}: give at least one token id, all in 0 … {size - 1}: one sequence of integers, not text"
+            f"own_logits: give at least one token id, all in 0 … {size - 1}: one sequence of integers, not text"
         )
     return ids
 

@@ -250,11 +250,6 @@ def rewritten(
     return logits
 
 
-def reads_early(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None]) -> bool:
-    """See `RoundExtra.reads`; of any extra."""
-    return any(own is not None and extra.reads(own) for extra, own in zip(extras, arrays, strict=False))
-
-
 def limited(
     extras: Sequence[RoundExtra],
     arrays: Sequence[BatchExtra | None],
