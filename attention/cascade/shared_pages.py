@@ -124,7 +124,8 @@ def _best_first(block_table: np.ndarray, full: np.ndarray, page_size: int) -> It
         if isinstance(found, _Class):
             yield SharedPrefix(found.pages, found.rows[found.lead >= found.pages], page_size)
             continue
-        rows, lead = found.rows, _lead(block_table, full, found)
+        rows = found.rows
+        lead = _lead(block_table, full, found)
         pages, counts = np.unique(lead, return_counts=True)
         for n, count in zip(pages.tolist(), counts[::-1].cumsum()[::-1].tolist(), strict=True):
             if count > 1:

@@ -40,7 +40,8 @@ class AttentionPort:
     def __init__(self, root: nn.Module, calls: Calls, borrowed: Iterable[Value] = ()) -> None:
         """root: the module that the user calls, and whose submodules made `calls`. borrowed: further attribute values
         for the duration of a specdec forward."""
-        self._hooks, self._trainable = guard(root), trainable_modules(root)
+        self._hooks = guard(root)
+        self._trainable = trainable_modules(root)
         self._root = weakref.ref(root)  # the function that undoes this port must not keep the model alive
         self._thread: int | None = None
         self._channel = Channel[LayerAttend]()
@@ -64,7 +65,8 @@ class AttentionPort:
             try:
                 if any(getattr(module, _BOUND, (None,))[0] is not self for module in self._modules):
                     self._bind()  # a model wrapped twice has two ports
-                self._channel.served, self._thread = attend, get_ident()
+                self._channel.served = attend
+                self._thread = get_ident()
                 yield
             finally:
                 self._channel.served = self._thread = None

@@ -82,7 +82,8 @@ class RecurrentPort:
                 if getattr(module, _BOUND, (None,))[0] is not self._channel:
                     setattr(module, _BOUND, bound)
             try:
-                _entered[thread], _serving[thread] = _Entered(), partial(self._next, recur, thread)
+                _entered[thread] = _Entered()
+                _serving[thread] = partial(self._next, recur, thread)
                 yield
             finally:
                 _serving.pop(thread, None)

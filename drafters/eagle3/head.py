@@ -41,7 +41,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.o_bias)
         norm = partial(nn.RMSNorm, spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_norm = norm()
+        self.k_norm = norm()
 
     def forward(self, y: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""

@@ -99,7 +99,8 @@ class FixedChain(_Fixed):
         super().__init__((passes,), runner, aux, greedy, rows, limits.drafts)
         self._plain = passes
         compiled = compiler if passes.can_compile else lambda function: function
-        self._prefill, self._step = compiled(passes.prefill), compiled(passes.step)
+        self._prefill = compiled(passes.prefill)
+        self._step = compiled(passes.step)
         hidden = passes.head.fuse(aux[:2])
         self.hidden = hidden.new_zeros(rows, hidden.shape[1])
 

@@ -140,7 +140,8 @@ class SharedTexts:
         self._least = least
         self._longest = longest
         self._half = capacity // 2
-        self._old, self._new = TokenIndex(least, longest), TokenIndex(least, longest)
+        self._old = TokenIndex(least, longest)
+        self._new = TokenIndex(least, longest)
 
     @property
     def num_tokens(self) -> int:
@@ -151,7 +152,8 @@ class SharedTexts:
         """Add a text; of one that is too long its last tokens."""
         own = text[-(self._half - 1) :]
         if len(self._new.tokens) + len(own) + 1 > self._half:
-            self._old, self._new = self._new, TokenIndex(self._least, self._longest)
+            self._old = self._new
+            self._new = TokenIndex(self._least, self._longest)
         self._new.extend([*own, END])
 
     def propose(self, most: int, text: Sequence[int], longer_than: int) -> list[int]:

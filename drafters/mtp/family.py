@@ -64,7 +64,9 @@ def recipe(
     Raises:
         HeadLoadError: see `load_mtp`; the checkpoint has more than one module, or one that cannot be saved.
     """
-    target, convention, source = mtp_target(model), _convention(options), options["module"]
+    target = mtp_target(model)
+    convention = _convention(options)
+    source = options["module"]
     modules = load_mtp(source, target, torch.float32, model.device, convention)
     if len(modules) > 1:
         raise HeadLoadError(f"{source} has {len(modules)} multi-token-prediction modules; one can be trained")

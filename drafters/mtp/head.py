@@ -84,7 +84,8 @@ class MtpHead(nn.Module):
         norm = target.norm_class
         size = self.hidden_size
         eps = target.norm_eps
-        self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)
+        self.enorm = norm(size, eps=eps)
+        self.hnorm = norm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=self.spec.projection_bias)
         self.blocks = nn.ModuleList(target.layer_class(config, i) for i in range(self.spec.num_blocks))
         self.norm = norm(size, eps=eps) if self.spec.final_norm else nn.Identity()

@@ -147,7 +147,8 @@ def _draw(rng: random.Random, expression: str, numbers: dict[str, int]) -> bool:
     left, operator, right = tuple(expression)
     if left == "n" and right == "m":
         top_n, top_m = (150, 150) if operator == "+" else (12, 25)
-        numbers["n"], numbers["m"] = rng.randint(2, top_n), rng.randint(2, top_m)
+        numbers["n"] = rng.randint(2, top_n)
+        numbers["m"] = rng.randint(2, top_m)
     elif "n" in (left, right):
         choices = _choices(operator, numbers["v"], reverse=left == "n")
         if not choices:

@@ -170,7 +170,8 @@ class Matmul:
         part of the graph's memory.
         """
         # Kept by the function, because the library gets their addresses: the algorithm, and alpha = 1, beta = 0.
-        data, factors = np.frombuffer(algorithm.data, np.uint8).copy(), np.array([1, 0], np.float32)
+        data = np.frombuffer(algorithm.data, np.uint8).copy()
+        factors = np.array([1, 0], np.float32)
         size = algorithm.workspace
         shape = (self.shape.tokens, self.shape.rows)
 

@@ -127,7 +127,8 @@ class RowTable:
         self.drafts, self.limit, self.longest = self.bounds
         self.longest[:] = max_model_len
         self.previous = np.full(max_rows, -1, np.int64)
-        self.given, self.num_given = np.zeros((max_rows, 0), np.int32), counts()
+        self.given = np.zeros((max_rows, 0), np.int32)
+        self.num_given = counts()
         self.awaited = np.zeros(max_rows, np.bool_)
         self.gives = False
         self.reads_first = np.zeros(max_rows, np.bool_)

@@ -78,7 +78,8 @@ class PassesSection:
 
     def __init__(self, passes: PrefillPasses) -> None:
         """The first pass has the verification's lengths, without a bonus token; the others have their own."""
-        self.bonus, self.num_shared = passes.bonus, min(passes.count, 1 - passes.bonus)
+        self.bonus = passes.bonus
+        self.num_shared = min(passes.count, 1 - passes.bonus)
         self._first = Section(GroupArrays, "head", ("page_indptr",), OF_TARGET) if self.num_shared else None
         self._own = tuple(BatchSection(f"passes.{m}", table=False) for m in range(self.num_shared, passes.count))
         self._carried = Section(CarriedRows, "passes") if passes.count > 1 else None
@@ -299,7 +300,8 @@ class RoundTransfer:
     def __init__(self, loop: AnyLoop | None, config: EngineConfig, device: torch.device) -> None:
         """loop: the head's draft loop; None without a head."""
         self._section = section = None if loop is None else loop.section
-        self._target, self._sampling = _verification(config), SamplingSection(False, config.keyed)
+        self._target = _verification(config)
+        self._sampling = SamplingSection(False, config.keyed)
         self.arena = StagingArena(*_largest(section, config), device)
         self._bucket = lru_cache(_BUCKETS)(partial(_bucket, section))
 
@@ -341,7 +343,8 @@ class AheadTransfer:
 
     def __init__(self, passes: PrefillPasses, config: EngineConfig, device: torch.device) -> None:
         """passes: of the draft prefills that follow."""
-        self._target, self._section = _verification(config), AheadSection(passes)
+        self._target = _verification(config)
+        self._section = AheadSection(passes)
         self._verification = StagingArena(*_largest_verification(config), device)
         self._ahead = StagingArena(*_largest_ahead(passes, config), device) if passes.count else None
 

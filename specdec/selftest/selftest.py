@@ -183,7 +183,8 @@ def _routed_errors(rows: DummyRows, pieces: list[ReadPiece], alone: ReadPiece) -
     Raises:
         UnsupportedModelError: more choices of a mixture differ than rounding explains.
     """
-    model, reader = rows.target.hf_model, RoutedReader()
+    model = rows.target.hf_model
+    reader = RoutedReader()
 
     def read(piece: ReadPiece) -> list[Tensor]:
         read_rows = list(piece.rows)

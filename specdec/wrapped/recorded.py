@@ -71,7 +71,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.graph, self.tensors = fx.Graph(), dict[str, Tensor]()
+        self.graph = fx.Graph()
+        self.tensors = dict[str, Tensor]()
         self._attention = self.graph.placeholder("attend")
         self._nodes = {id(tensor): self.graph.placeholder(f"i{n}") for n, tensor in enumerate(inputs)}
         self._held = list(inputs)  # so that no id is that of two tensors

@@ -88,7 +88,9 @@ class AuxStateRecorder:
                 f"{num_tokens} tokens are to be read in one forward; the buffer of aux hidden states holds "
                 f"{len(self.buffer)}"
             )
-        self._on, self._thread, self._num_tokens = True, get_ident(), num_tokens if keep else 0
+        self._on = True
+        self._thread = get_ident()
+        self._num_tokens = num_tokens if keep else 0
         self._missing.update(self._places if keep else ())
         try:
             yield

@@ -93,7 +93,9 @@ class TrtllmKernel:
         """workspace: zeros at first, used by these kernels only."""
         self.device = workspace.device
         self.group = group
-        self._workspace, self._key, self._sms = workspace, key, multiprocessors(workspace.device)
+        self._workspace = workspace
+        self._key = key
+        self._sms = multiprocessors(workspace.device)
         self._counters = self._zeros(1)
 
     def _zeros(self, rows: int) -> Tensor:

@@ -352,7 +352,8 @@ def _keep_group() -> None:
     """
     if is_fork():
         assert _open is not None
-        _open.lock, _open.changed = threading.RLock(), threading.Condition()
+        _open.lock = threading.RLock()
+        _open.changed = threading.Condition()
         for group in dist.distributed_c10d._world.pg_map:
             # A reference that is never released: the group's destructor must not run, even at the interpreter's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

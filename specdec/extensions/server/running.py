@@ -104,7 +104,8 @@ class Server(uvicorn.Server):
 
     async def drain(self) -> None:
         """Let running requests end, then stop."""
-        self.service.draining, end = True, time.monotonic() + self.limit
+        self.service.draining = True
+        end = time.monotonic() + self.limit
         LOG.info("draining: running requests have %g s", self.limit)
         cancelled = await self.service.model.aclose(self.limit)
         LOG.info("drained: %d completions were cancelled", cancelled)

@@ -290,7 +290,8 @@ def _check_alone(model: SpeculativeModel) -> None:
 
 def final_features(model: SpeculativeModel) -> Features:
     """The target's states after its final norm and its logits, of right-padded batches."""
-    decoder, width = decoder_of(model.hf_model), model.hf_model.config.get_text_config().hidden_size
+    decoder = decoder_of(model.hf_model)
+    width = model.hf_model.config.get_text_config().hidden_size
 
     @torch.no_grad()
     def features(token_ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
