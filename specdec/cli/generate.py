@@ -62,7 +62,10 @@ def generate(
     check_sampling(options)
     asked = _read_prompts(prompt, file)
     if output is not None:
-        _check_new(output)
+        if os.path.lexists(output):
+            raise InvalidInputError(f"--output {output} exists; give another name, or remove it")
+        if not output.absolute().parent.is_dir():
+            raise InvalidInputError(f"--output {output}: there is no folder {output.absolute().parent}")
     model, params = load_for_sampling(options)
     from specdec.loading.tokenizers import as_chats
 
@@ -81,14 +84,6 @@ class PromptLine(NamedTuple):
 
     prompt: Any
     id: Any = None
-
-
-def _check_new(output: Path) -> None:
-    """Raises InvalidInputError: the file exists, or cannot be made."""
-    if os.path.lexists(output):
-        raise InvalidInputError(f"--output {output} exists; give another name, or remove it")
-    if not output.absolute().parent.is_dir():
-        raise InvalidInputError(f"--output {output}: there is no folder {output.absolute().parent}")
 
 
 def _read_prompts(prompt: str | None, file: Path | None) -> list[PromptLine]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from drafters.checkpoints.config_fields import HeadReport
     from specdec.extensions.head_check.check import Agreement
     from specdec.model import SpeculativeModel
-    from specdec.options import LoadOptions
 
 
 @click.command(
@@ -59,7 +58,12 @@ def inspect(
         raise InvalidInputError("-k 0: whether HEAD and its target agree is measured by its drafts; give 1 or more")
     found, remark = _target_of(head, target or (options["model"] if "model" in given else None))
     if found is None:
-        report = _described(head, load)
+        from drafters.families import family_of
+        from specdec.loading.heads import reading_options
+        from specdec.loading.names import resolve
+
+        path = resolve(head)
+        report = family_of(path).code().describe_head(path, reading_options(load))
         _print_head(report, remark + _depends(report), as_json)
         return
     from specdec.cli.generate import read_prompt_file
@@ -86,16 +90,6 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     if not is_available(named):
         return None, f"its files name the target {named}, which is not on this machine; give --target"
     return named, ""
-
-
-def _described(head: str, load: LoadOptions) -> HeadReport:
-    """Print a head without a target, from its own files."""
-    from drafters.families import family_of
-    from specdec.loading.heads import reading_options
-    from specdec.loading.names import resolve
-
-    path = resolve(head)
-    return family_of(path).code().describe_head(path, reading_options(load))
 
 
 def _depends(report: HeadReport) -> str:

@@ -247,7 +247,12 @@ def plan_training(
         InvalidInputError: the model has a head already, or cannot have one of this shape.
         HeadLoadError: the target has no output embedding, or the head to go on from cannot be read or saved.
     """
-    _check_alone(model)
+    if model.group.size > 1:
+        raise InvalidInputError(
+            f"training needs the whole target in one process; load it without tensor_parallel_size={model.group.size}"
+        )
+    if model.head is not None:
+        raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")
     hf_model = model.hf_model
     recipe = (
         FAMILIES[family]
@@ -277,15 +282,6 @@ def plan_training(
     last = recipe.aux_layers == (FINAL_NORM,)
     features = final_features(model) if last else target_features(model, recipe.aux_layers)
     return TrainingPlan(model, config, held_out, settings, recipe, features)
-
-
-def _check_alone(model: SpeculativeModel) -> None:
-    if model.group.size > 1:
-        raise InvalidInputError(
-            f"training needs the whole target in one process; load it without tensor_parallel_size={model.group.size}"
-        )
-    if model.head is not None:
-        raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")
 
 
 def final_features(model: SpeculativeModel) -> Features:
