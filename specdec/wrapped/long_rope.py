@@ -99,7 +99,7 @@ def find_long_rope(model: PreTrainedModel) -> LongRope | None:
         return None
     config = model.config.get_text_config()
     prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
-    # A model that drops its cache is known by a name in the bytecode that prepares a step: nothing else marks it.
+    # A model that drops its cache has this name in the bytecode that prepares a step, and no other mark.
     drops = prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
     rereads = drops and hasattr(config, _ORIGINAL)
     if rereads and getattr(config, _ORIGINAL) != original:
