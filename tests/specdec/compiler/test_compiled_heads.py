@@ -52,7 +52,7 @@ def test_a_second_start_takes_the_code_of_the_first() -> None:
 
     with fresh_cache(), torch.no_grad(), channel.carrying(lambda layer, query, *_: query * 1):
         for start in range(2):
-            torch._dynamo.reset()
+            torch.compiler.reset()
             counters.clear()
             with compiler_settings(batch_invariant=False):
                 own = compiled(block)

@@ -28,8 +28,8 @@ def test_a_mask_without_some_tokens_has_all_others() -> None:
 def test_masks_near_a_limit_are_those_of_other_slices(limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which tokens are allowed at once is a matter of speed alone."""
     masks: list[list[bytes]] = []
-    for slices in (compiled._SLICES, []):
-        monkeypatch.setattr(compiled, "_SLICES", slices)
+    for slices in (compiled.SLICES, []):
+        monkeypatch.setattr(compiled, "SLICES", slices)
         own = load_tokenizer("gsm-llama")
         compiler = compiled.GrammarCompiler(own, len(own), own.eos_token_id)
         matcher = compiler.compiled(Grammar.json({"type": "string"} | limits)).matcher()
