@@ -9,10 +9,12 @@ import itertools
 import json
 import re
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from attention.cached import cached_property
 from specdec.errors import InvalidInputError
-from specdec.extensions.grammars.schemas import readable, strings_of
+from specdec.extensions.grammars.schemas import MarkerFinder, readable, strings_of
 from specdec.extensions.grammars.worker import GrammarThread, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
-from specdec.values import Json, TokenIds, short
+from specdec.values import Json, short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
@@ -40,6 +42,8 @@ COMPILE_SECONDS = 30.0
 FILL_SECONDS = 4.0
 """Time limits of llguidance: to compile a grammar, and to compute the masks of next tokens (usually tens of us)."""
 _MOST_LOST = 8
+_MOST_TEMPLATES, _QUICK_SECONDS = 16, 0.02
+"""A grammar that compiles as quickly is compiled for each of its first 16 requests."""
 STUCK = (
     f"llguidance did not say within {FILL_SECONDS:g} s which tokens may come next: a part that repeats may take all of "
     'what must follow it, as in Lark /a*/ "a"'
@@ -52,67 +56,24 @@ _JSON_TEXT = '{}[]":, 0123456789truefalsn'
 Ids = list[int]
 
 
-@dataclass(frozen=True)
-class MarkerFinder:
-    """A marker as symbols: the bytes of its text, or token ids.
-
-    A state is how many of its symbols the text ends with (the Knuth-Morris-Pratt automaton), 0 at first.
-
-    symbols: of the marker, at least one. spelled: the symbols of a token. is_text: they are bytes.
-    """
-
-    symbols: TokenIds
-    spelled: Callable[[int], Sequence[int]]
-    is_text: bool = False
-
-    @cached_property
-    def _back(self) -> list[int]:
-        """How many symbols to go on with where the one after so many does not come."""
-        back = [0]
-        for symbol in self.symbols[1:]:
-            at = back[-1]
-            while at and self.symbols[at] != symbol:
-                at = back[at - 1]
-            back.append(at + (self.symbols[at] == symbol))
-        return back
-
-    def after(self, state: int, token_id: int) -> tuple[int, bytes | None]:
-        """The state after a token; and once the marker is complete, the rest of the token's text after it.
-
-        >>> finder = MarkerFinder(tuple(b"abab!"), lambda token_id: [b"ab", b"!", b"!{"][token_id], True)
-        >>> state, rests = 0, []
-        >>> for token_id in (0, 0, 0, 2):
-        ...     state, rest = finder.after(state, token_id)
-        ...     rests.append((state, rest))
-        >>> rests
-        [(2, None), (4, None), (4, None), (0, b'{')]
-        """
-        spelled = self.spelled(token_id)
-        for place, symbol in enumerate(spelled):
-            while state and self.symbols[state] != symbol:
-                state = self._back[state - 1]
-            state += self.symbols[state] == symbol
-            if state == len(self.symbols):
-                return 0, bytes(spelled[place + 1 :]) if self.is_text else b""
-        return state, None
-
-
 @dataclass(frozen=True, eq=False)
 class CompiledGrammar:
     """A grammar over the tokens of a vocabulary, at its start.
 
     Attributes:
-        vocabulary: compiler of its tokenizer. template: an llguidance matcher, to be copied. begin: its begin marker,
-            if any. returns: whether text is free again after its end. can_loop: whether llguidance might never return
-            from computing forced tokens, a call that holds the GIL; then it is not called.
+        vocabulary: compiler of its tokenizer. templates: llguidance matchers, to be copied. another: compiles one more.
+        begin: its begin marker, if any. returns: whether text is free again after its end. can_loop: whether llguidance
+            might never return from computing forced tokens, a call that holds the GIL; then it is not called.
     """
 
     vocabulary: GrammarCompiler
-    template: Any
+    templates: list[Any]
+    another: Callable[[], Any] | None
     begin: MarkerFinder | None
     returns: bool
     can_loop: bool
     _free: dict[int, np.ndarray | None] = field(init=False, repr=False, default_factory=dict)  # by state of the marker
+    _turns: Iterator[int] = field(init=False, repr=False, default_factory=itertools.count)
 
     def begins_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether it begins with the first new token: without a marker, or where the prompt ends with the marker's text
@@ -126,8 +87,14 @@ class CompiledGrammar:
         return bool(marker) and marker in prompt and not prompt.rpartition(marker)[2].strip()
 
     def matcher(self, begun: bytes = b"") -> Any | None:
-        """A new matcher, after this text; None if the grammar cannot begin with it."""
-        found = self.template.deep_copy()
+        """A new matcher, after this text; None if the grammar cannot begin with it.
+
+        Copies take turns at a lock of their template's, whatever threads there are: requests have several templates.
+        """
+        turn = next(self._turns)
+        if self.another is not None and len(self.templates) <= min(turn, _MOST_TEMPLATES - 1):
+            self.templates.append(self.another())
+        found = self.templates[turn % len(self.templates)].deep_copy()
         tokens = self.vocabulary.tokenizer.tokenize_bytes(begun) if begun else []
         return found if found.try_consume_tokens(tokens) == len(tokens) else None
 
@@ -221,7 +188,9 @@ class GrammarCompiler:
         named = f"grammar {grammar.kind} {short(grammar.source)}"
         try:
             text = self._text(grammar)
+            began = time.perf_counter()
             matcher = self._matcher(text)
+            is_quick = time.perf_counter() - began < _QUICK_SECONDS
             for warning in matcher.get_grammar_warnings():
                 warn_user(f"{named}: {warning}")
             self._check_spelled(grammar, matcher)
@@ -229,7 +198,8 @@ class GrammarCompiler:
         except (ValueError, TypeError, AssertionError, RecursionError, OverflowError) as error:
             raise InvalidInputError(f"{named}: {error}") from None
         begin = None if grammar.begin is None else self._finder(grammar.begin)
-        return CompiledGrammar(self, matcher, begin, grammar.end is not None, _can_loop(grammar))
+        another = partial(self._matcher, text) if is_quick else None
+        return CompiledGrammar(self, [matcher], another, begin, grammar.end is not None, _can_loop(grammar))
 
     def _matcher(self, text: str) -> Any:
         """A matcher of a grammar in llguidance's form. Raises ValueError: it is wrong, or takes too long."""
@@ -289,13 +259,15 @@ class GrammarCompiler:
     def _spells(self, text: bytes) -> bool:
         return bool(self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(text)) == text)
 
-    def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray) -> bool:
+    def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray, can_loop: bool = True) -> bool:
         """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
         last. Rows behind a draft that may not come are left as they are.
 
         Two calls of llguidance: for all chains with drafts, and for all without. The matchers must be copies that are
         not used again: llguidance rolls drafts back afterwards, and a matcher that was rolled back over a token given
         by its id (`<[id]>`) returns wrong masks from then on.
+
+        can_loop: whether one of their grammars can; else they are filled by the caller's thread, 0.2 ms sooner.
 
         Returns:
             Whether llguidance returned within `FILL_SECONDS`; else the matchers are lost, and masks unfinished.
@@ -310,7 +282,7 @@ class GrammarCompiler:
             if alone:
                 numbers.fill_next_token_bitmask_par(worker.executor, alone, masks)
 
-        return not chains or self._workers.returns(write, FILL_SECONDS)
+        return not chains or self._workers.returns(write, FILL_SECONDS if can_loop else None)
 
     def without(self, banned: Ids) -> np.ndarray:
         """A mask [W] int32 of all tokens but these."""

@@ -42,13 +42,14 @@ class RequestGrammar:
     """The grammar of one request, of any kind. Positions without a possible token are noted: see `error_at`.
 
     Attributes:
-        vocabulary: of a compiled grammar. prompt_len, ends: of its request, known once that has a row: tokens of the
-            prompt, and ids that end it.
+        vocabulary, can_loop: of a compiled grammar. prompt_len, ends: of its request, known once that has a row: tokens
+            of the prompt, and ids that end it.
     """
 
     vocabulary: GrammarCompiler | None = None
     prompt_len = 0
     ends: TokenIds = ()
+    can_loop = False
 
     def __init__(self) -> None:
         self._seen: Ids = []
@@ -121,7 +122,7 @@ class FollowedGrammar(RequestGrammar):
         super().__init__()
         self._all_ends = {compiled.vocabulary.eos, *ends}
         self._compiled = compiled
-        self.vocabulary = compiled.vocabulary
+        self.vocabulary, self.can_loop = compiled.vocabulary, compiled.can_loop
         self._begins = compiled.begins_after(prompt_ids)
         self._restart()
 
@@ -198,7 +199,7 @@ class FollowedGrammar(RequestGrammar):
 
     def forced(self) -> Ids:
         """See `RequestGrammar.forced`."""
-        if self._matcher is None or self.is_over or self._compiled.can_loop:
+        if self._matcher is None or self.is_over or self.can_loop:
             return []
         return list(self._matcher.compute_ff_tokens())
 

@@ -110,7 +110,7 @@ def write_masks(own: GrammarRows, drafts: EarlyDrafts | None, masks: np.ndarray)
         for row in mine:
             masks[row.within] = vocabulary.only_end  # kept where the grammar has ended
         chains = [(matcher, row.start + at, ids) for row in mine for matcher, at, ids in row.masks.chains]
-        returned &= vocabulary.fill(chains, masks)
+        returned &= vocabulary.fill(chains, masks, any(row.request.can_loop for row in mine))
     for row in rows:
         for at, ready in row.masks.ready.items():
             masks[row.start + at] = -1 if ready is None else ready

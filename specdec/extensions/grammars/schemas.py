@@ -1,4 +1,4 @@
-"""JSON schemas rewritten so that llguidance reads them correctly: with replaced bounds, or refused.
+"""JSON schemas rewritten so that llguidance reads them correctly: with replaced bounds, or refused. Begin markers.
 
 Source: guidance-ai/llguidance, parser/src/json/numeric.rs and compiler.rs.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from specdec.values import Json, short
+from attention.cached import cached_property
+from specdec.values import Json, TokenIds, short
 
 _BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _VALUES = ("const", "enum", "default", "examples")
@@ -22,6 +24,51 @@ _MOST_OF_64_BITS = 2**63 - 1024
 """The largest float that 64 bits hold as a whole number."""
 _DIGITS = 15
 """Digits of other numbers that llguidance reads exactly; with more digits the last may differ."""
+
+
+@dataclass(frozen=True)
+class MarkerFinder:
+    """A marker as symbols: the bytes of its text, or token ids.
+
+    A state is how many of its symbols the text ends with (the Knuth-Morris-Pratt automaton), 0 at first.
+
+    symbols: of the marker, at least one. spelled: the symbols of a token. is_text: they are bytes.
+    """
+
+    symbols: TokenIds
+    spelled: Callable[[int], Sequence[int]]
+    is_text: bool = False
+
+    @cached_property
+    def _back(self) -> list[int]:
+        """How many symbols to go on with where the one after so many does not come."""
+        back = [0]
+        for symbol in self.symbols[1:]:
+            at = back[-1]
+            while at and self.symbols[at] != symbol:
+                at = back[at - 1]
+            back.append(at + (self.symbols[at] == symbol))
+        return back
+
+    def after(self, state: int, token_id: int) -> tuple[int, bytes | None]:
+        """The state after a token; and once the marker is complete, the rest of the token's text after it.
+
+        >>> finder = MarkerFinder(tuple(b"abab!"), lambda token_id: [b"ab", b"!", b"!{"][token_id], True)
+        >>> state, rests = 0, []
+        >>> for token_id in (0, 0, 0, 2):
+        ...     state, rest = finder.after(state, token_id)
+        ...     rests.append((state, rest))
+        >>> rests
+        [(2, None), (4, None), (4, None), (0, b'{')]
+        """
+        spelled = self.spelled(token_id)
+        for place, symbol in enumerate(spelled):
+            while state and self.symbols[state] != symbol:
+                state = self._back[state - 1]
+            state += self.symbols[state] == symbol
+            if state == len(self.symbols):
+                return 0, bytes(spelled[place + 1 :]) if self.is_text else b""
+        return state, None
 
 
 def readable(schema: Any, llguidance: Any) -> Any:

@@ -66,15 +66,22 @@ class GrammarThreads:
         self.lost = 0
         self._idle: dict[int, list[GrammarThread]] = {}
 
-    def returns(self, call: Callable[[GrammarThread], None], seconds: float) -> bool:
-        """See `GrammarThread.returns`. No call waits for another: compiling may take longer than masks may."""
+    def returns(self, call: Callable[[GrammarThread], None], seconds: float | None) -> bool:
+        """See `GrammarThread.returns`; seconds None: by the caller's thread, however long it takes.
+
+        No call waits for another: compiling may take longer than masks may.
+        """
         idle = self._idle.setdefault(os.getpid(), [])  # a forked process has none of its parent's threads
         try:
             worker = idle.pop()
         except IndexError:
             worker = GrammarThread(self._lib)
         try:
-            returned = worker.returns(call, seconds)
+            if seconds is None:
+                call(worker)
+                returned = True
+            else:
+                returned = worker.returns(call, seconds)
         except Exception:  # of the call, which is over
             idle.append(worker)
             raise

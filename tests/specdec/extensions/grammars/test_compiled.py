@@ -42,6 +42,22 @@ def test_masks_near_a_limit_are_those_of_other_slices(limits: dict[str, Any], mo
     assert masks[0] == masks[1] and len(set(masks[0])) > 6
 
 
+def test_requests_of_a_grammar_copy_several_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one take turns at its lock. One that compiles slowly has one; a text after a marker has no request."""
+    monkeypatch.setattr(compiled, "_MOST_TEMPLATES", 3)
+    compiler = compiled.GrammarCompiler(tokenizer(), 64, END)
+    for seconds, count in ((100.0, 3), (0.0, 1)):
+        monkeypatch.setattr(compiled, "_QUICK_SECONDS", seconds)
+        own = compiler.compile(Grammar.regex("[ab]{3}"))
+        grown = []
+        for _ in range(5):
+            matcher = own.matcher()
+            masks = np.full((1, compiler.words), -1, np.int32)
+            assert compiler.fill([(matcher, 0, [])], masks, own.can_loop) and masks.any()
+            grown.append(len(own.templates))
+        assert grown == [min(count, i) for i in range(1, 6)]
+
+
 def test_the_last_grammars_that_were_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_KEPT", 2)
     compiler, made = compiled.GrammarCompiler(tokenizer(), 64, END), list[str]()

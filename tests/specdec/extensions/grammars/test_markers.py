@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.extensions.grammars.compiled import MarkerFinder
+from specdec.extensions.grammars.schemas import MarkerFinder
 
 TOKENS = [b"a", b"b", b"ab", b"aab", b"ba", b"bb"]
 MARKERS = st.text("ab", min_size=1, max_size=7).map(str.encode)
