@@ -172,9 +172,9 @@ def _eagle_head(head: str, target: str | None) -> str:
     """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
     from drafters.families import family_of
     from specdec.loading.heads import IN_TARGET, resolve_head
-    from specdec.loading.names import AUTO_HEAD
+    from specdec.loading.names import BUILTIN_HEADS
 
-    if head in (AUTO_HEAD, *IN_TARGET) and target is None:
+    if head in (*BUILTIN_HEADS, *IN_TARGET) and target is None:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
     path = head if head in IN_TARGET else resolve_head(head, target)
     family = IN_TARGET.get(head) or family_of(path)

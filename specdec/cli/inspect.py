@@ -78,11 +78,11 @@ def inspect(
 def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
     """The target to inspect a head with, or None and why there is none."""
     from specdec.loading.heads import IN_TARGET
-    from specdec.loading.names import AUTO_HEAD, is_available, resolve, target_of_head
+    from specdec.loading.names import BUILTIN_HEADS, is_available, resolve, target_of_head
 
     if given is not None:
         return given, ""
-    if head in (AUTO_HEAD, *IN_TARGET):
+    if head in (*BUILTIN_HEADS, *IN_TARGET):
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
     named = target_of_head(resolve(head))
     if named is None:

@@ -23,7 +23,7 @@ from drafters.vocab import ids_of, most_frequent
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
-from specdec.loading.names import AUTO_HEAD, head_for, misspelt_draft, resolve
+from specdec.loading.names import BUILTIN_HEADS, DRAFT_WORDS, head_for, misspelt_draft, resolve
 from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
@@ -119,18 +119,20 @@ def split_draft(draft: Any) -> tuple[Any, bool]:
 
 
 def resolve_head(draft: str | Path, target_name: str | None, gguf_file: str | None = None) -> str:
-    """The head's folder or hub name; "auto" is the head built in for the target.
+    """The head's folder or hub name; "auto" and "block" are heads built in for the target.
 
     Raises:
         HeadLoadError: the target has no built-in head, or the name is a misspelling of a word or of a built-in head.
     """
-    if str(draft) != AUTO_HEAD:
+    word = str(draft)
+    if word not in BUILTIN_HEADS:
         if reason := misspelt_draft(draft):
-            raise HeadLoadError(f"cannot load the head {str(draft)!r}: {reason}")
+            raise HeadLoadError(f"cannot load the head {word!r}: {reason}")
         return resolve(draft)
-    head = head_for(target_name, gguf_file)
+    head = head_for(target_name, gguf_file, word)
     if head is None:
-        raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
+        kind = DRAFT_WORDS[word].removeprefix("the ")
+        raise HeadLoadError(f"draft={word!r}: {target_name!r} has no {kind}; give the head's folder or hub name")
     return resolve(head)
 
 

@@ -23,13 +23,17 @@ from specdec.values import short
 GSM_LLAMA = "gsm-llama"
 AUTO_HEAD = "auto"
 """The head that belongs to what was given as the target: a built-in one's, or the head itself that was given alone."""
-BUILTIN_HEADS = {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
-"""Built-in targets, and the head that draft="auto" means for each."""
+BUILTIN_HEADS = {
+    AUTO_HEAD: {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"},
+    "block": {GSM_LLAMA: "gsm-llama-block"},
+}
+"""By a word that `draft` takes: built-in targets, and the head that it means for each."""
 PUBLISHED_HEADS = {"SmolLM2-135M-Instruct": "smollm2-135m-eagle3"}
 """The same of published targets, known by how the last part of their name begins: on the hub, of a folder or a file."""
 
 DRAFT_WORDS = {
     AUTO_HEAD: "the built-in head",
+    "block": "the built-in head that drafts a whole block in one pass",
     "mtp": "the module in the target's checkpoint",
     "lookup": "drafts without a head",
 }
@@ -136,7 +140,7 @@ def give_model() -> str:
     """What names a target, for messages."""
     return (
         "Give a folder, a GGUF file, a hub name, or a built-in name "
-        f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
+        f"({', '.join(BUILTIN_HEADS[AUTO_HEAD])}); a folder holds config.json, the weights and the tokenizer."
     )
 
 
@@ -157,12 +161,15 @@ def builtin_name(target: str | Path | None) -> str | None:
     return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
 
 
-def head_for(target: str | Path | None, gguf_file: str | None = None) -> str | None:
-    """The built-in head for a target, by its name; None where there is none. Raises as `find_gguf`."""
+def head_for(target: str | Path | None, gguf_file: str | None = None, word: str = AUTO_HEAD) -> str | None:
+    """The built-in head for a target, by its name; None where there is none. word: of BUILTIN_HEADS.
+
+    Raises as `find_gguf`.
+    """
     if target is None:
         return None
-    if (own := builtin_name(target)) is not None:
-        return BUILTIN_HEADS.get(own)
+    if (own := builtin_name(target)) is not None or word != AUTO_HEAD:
+        return BUILTIN_HEADS[word].get(own or "")
     name = Path(find_gguf(resolve(target), gguf_file)[1] or target).name.lower()
     return next((head for known, head in PUBLISHED_HEADS.items() if name.startswith(known.lower())), None)
 
@@ -182,7 +189,7 @@ def target_of_head(head: str | Path) -> str | None:
     from drafters.families import family_of
 
     built_in = builtin_name(head)
-    targets = (target for target, own in BUILTIN_HEADS.items() if built_in == own)
+    targets = (target for heads in BUILTIN_HEADS.values() for target, own in heads.items() if built_in == own)
     return next(targets, None) or family_of(head).code().target_of(head)
 
 
