@@ -122,7 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     "mtp": Family(
         "a multi-token-prediction module",
         ("mtp_concat", "mtp_feedback"),
-        frozenset(_MTP_LAYOUTS - {Layout.MTP_OTHER}),
+        frozenset(_MTP_LAYOUTS - {Layout.MTP_OTHER, Layout.MTP_DSPARK}),
         _mtp,
         in_target="mtp",
     ),

@@ -48,6 +48,7 @@ class Layout(Enum):
     MTP_DEEPSEEK = "DeepSeek-style MTP (*.eh_proj)"
     MTP_MIMO = "MiMo-style MTP (mtp_layers.*)"
     MTP_ERNIE = "Ernie-style MTP (mtp_linear_proj)"
+    MTP_DSPARK = "DSpark inside a target's checkpoint (as DeepSeek-V4-0731, Mistral Large 4), no multi-token prediction"
     MTP_OTHER = "multi-token prediction of another kind (as LongCat-Flash, MiMo-V2, Hunyuan V4, DeepSeek-V4, Inkling)"
     CAUSAL_LM = "a causal language model"
     UNKNOWN = "unknown"
@@ -195,4 +196,4 @@ def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """
     numbered = (rf"(^|\.)layers\.{num_layers + k}\." for k in range(num_modules))
     parts = r"(emb_norm|hidden_norm|linear_proj|block)"
-    return (*numbered, r"(^|\.)mtp_layers\.\d+\.", rf"(^|\.)mtp_{parts}\.\d+\.", r"(^|\.)mtp\.")
+    return (*numbered, r"(^|\.)mtp_layers\.\d+\.", rf"(^|\.)mtp_{parts}\.\d+\.", r"(^|\.)mtp(_dspark)?\.")

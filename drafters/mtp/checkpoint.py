@@ -171,10 +171,10 @@ def _format_of(folder: CheckpointFolder) -> MtpFormat:
     layout = layout_of_folder(folder)
     if layout in FORMATS:
         return FORMATS[layout]
-    if layout is Layout.MTP_OTHER:
+    if layout in (Layout.MTP_OTHER, Layout.MTP_DSPARK):
         named = [name for name in sorted(folder.tensors) if "mtp" in name]
         raise HeadLoadError(
-            f"{folder.path}: {Layout.MTP_OTHER.value} is not supported; its tensors are {', '.join(named[:3])}, …"
+            f"{folder.path}: {layout.value} is not supported; its tensors are {', '.join(named[:3])}, …"
         )
     raise HeadLoadError(
         f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
