@@ -29,6 +29,8 @@ from drafters.checkpoints.tensor_files import (
 )
 from drafters.eagle3.layout import layer_sizes
 
+_TRANSFORMERS = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+
 
 def load_block(
     path: CheckpointPath, target: TargetFacts, dtype: torch.dtype, device: torch.device | str
@@ -118,9 +120,10 @@ def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec]:
 
 
 def _of_modules(names: Names) -> Names:
-    """Names with those of codebooks as of embeddings; published files leave out their `.weight`."""
-    bare = {name for name in names if name.endswith("_codebook") and f"{name}.weight" not in names}
-    return {f"{name}.weight" if name in bare else name: full for name, full in names.items()}
+    """Names with those of codebooks as of embeddings, whose `.weight` published files leave out, and transformers' own
+    as of the others."""
+    bare = {name: f"{name}.weight" for name in names if name.endswith("_codebook") and f"{name}.weight" not in names}
+    return {(_TRANSFORMERS | bare).get(name, name): full for name, full in names.items()}
 
 
 def _new_head(spec: BlockSpec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> BlockParallelHead:
@@ -135,7 +138,7 @@ def _target_of_files(path: CheckpointPath) -> TargetFacts:
     with naming(folder):
         config = flattened(read_json(folder / "config.json"))
         vocab, hidden = (read(config, key, int).value for key in ("vocab_size", "hidden_size"))
-        ids = lookup(config, "target_layer_ids")
+        ids = lookup(config, "target_layer_ids") or lookup(config, "aux_hidden_state_layer_ids")
         least = max(ids) + 2 if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
         layers = read(config, "num_target_layers", int, default=least).value
     zeros = torch.zeros(1, 1).expand(vocab, hidden)

@@ -1,6 +1,7 @@
 """config.json of block-parallel heads, by exporter, as a BlockSpec: a key that changes arithmetic is read or refused.
 
-Source: z-lab/dflash, dflash/model.py (DFlashDraftModel); deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3.
+Source: z-lab/dflash, dflash/model.py (DFlashDraftModel); deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3;
+vllm-project/speculators 0.9.0, speculators/models/{dflash,dspark,dflash2}; transformers, muse_glimmer_assistant.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from drafters.checkpoints.config_fields import (
     unread_fields,
 )
 from drafters.checkpoints.layer_fields import refuse_quantised, size_fields, vocabulary_fields
+from drafters.checkpoints.layouts import speculators_type
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 _NESTED = ("dflash_config", "dspark_config")
 """Objects whose keys may as well stand at the top."""
-_AUX = "target_layer_ids"
+_LAYER = "transformer_layer_config"
+"""The layers' configuration in files of speculators; keys at the top go before it."""
+_AUX, _AUX_COUNTED, _NON_CAUSAL = "target_layer_ids", "aux_hidden_state_layer_ids", "sliding_window_non_causal"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _READ = {
     *("hidden_size", "target_hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size", "head_dim"),
@@ -38,7 +42,7 @@ _READ = {
     *("hidden_act", "hidden_activation", "attention_bias", "use_qk_norm", "mlp_bias", "quantization_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings"),
     *("layer_types", "sliding_window", "use_sliding_window", "is_causal", "sliding_attention_causal"),
-    *("block_size", "mask_token_id", _AUX, "use_aux_hidden_state", "sample_from_anchor"),
+    *("block_size", "mask_token_id", _AUX, _AUX_COUNTED, "use_aux_hidden_state", "sample_from_anchor", _NON_CAUSAL),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
@@ -54,20 +58,27 @@ class BlockFormat:
         name: used in reports. slots: see `BlockSpec`.
         causal_windows: layers with a window are causal.
         sizes: keys that its heads alone have, fields of `BlockSpec`: of convolutions and a selector.
+        inclusive: a window of W reaches |i - j| = W.
     """
 
     name: str
     slots: str
     causal_windows: bool
     sizes: tuple[str, ...] = ()
+    inclusive: bool = False
 
 
 FORMATS: Mapping[str, BlockFormat] = {
     "DFlashDraftModel": BlockFormat("DFlash, z-lab/SpecForge", "fill-in", causal_windows=True),
     "DFlash2DraftModel": BlockFormat("DFlash2, z-lab", "fill-in", causal_windows=True, sizes=_REFINED),
     "Qwen3DSparkModel": BlockFormat("DSpark, DeepSpec", "anchor-first", causal_windows=False),
+    "MuseGlimmerAssistantModel": BlockFormat("DFlash, transformers", "fill-in", causal_windows=False, inclusive=True),
+    "speculators dflash": BlockFormat("DFlash, speculators", "fill-in", causal_windows=True),
+    "speculators dspark": BlockFormat("DSpark, speculators", "anchor-first", causal_windows=True),
+    "speculators dflash2": BlockFormat("DFlash2, speculators", "fill-in", causal_windows=False, sizes=_REFINED),
 }
-"""By the class in config.json, which alone tells how a plain head without flags is read, and DFlash2 from DFlash."""
+"""By the class in config.json, which alone tells how a plain head without flags is read, and DFlash2 from DFlash; those
+of speculators by `speculators_model_type`, as the package writes several classes for each."""
 
 
 def format_of(config: Config) -> BlockFormat:
@@ -76,13 +87,14 @@ def format_of(config: Config) -> BlockFormat:
     Raises:
         HeadLoadError: it is of another class, or its layers are not Qwen3's.
     """
-    kinds = config.get("architectures")
+    own = speculators_type(config)
+    kinds = config.get("architectures") if own is None else [f"speculators {own}"]
     found = [FORMATS[kind] for kind in kinds if kind in FORMATS] if isinstance(kinds, list) else []
     if len(found) != 1:
         raise HeadLoadError(
             f"config.json says architectures = {kinds!r}: of block-parallel heads {', '.join(FORMATS)} are supported"
         )
-    if config.get("model_type") not in ("qwen3", None):
+    if config.get("model_type") not in ("qwen3", "muse_glimmer_assistant", None):
         raise HeadLoadError(
             f"config.json says model_type = {config['model_type']!r}: block-parallel heads of Qwen3 layers "
             "(model_type 'qwen3') are supported, for any target"
@@ -96,8 +108,9 @@ def flattened(config: Config) -> PlacedConfig:
     Raises:
         HeadLoadError: a key has two values.
     """
-    flat = {key: value for key, value in config.items() if key not in _NESTED}
-    origins: dict[str, str] = {}
+    layer = config.get(_LAYER) or {}
+    flat = {key: value for key, value in {**layer, **config}.items() if key not in (*_NESTED, _LAYER)}
+    origins = {key: f"{_LAYER}.{key}" for key in layer if key not in config}
     for name in _NESTED:
         for key, value in (config.get(name) or {}).items():
             if flat.get(key, value) != value:
@@ -115,9 +128,12 @@ def resolve_block(config: Config, shapes: Shapes, target: TargetFacts) -> tuple[
     """
     written, config = format_of(config), flattened(config)
     refuse_quantised(config, "block-parallel")
+    config.setdefault("vocab_size", target.vocab_size)  # transformers' has none
     present, first = partial(by_presence, config, shapes), "layers.0."
     layers = read(config, "num_layers", int, "num_hidden_layers")
     windows = resolve_windows(config, layers.value)
+    if written.inclusive and windows[0].value:
+        windows[1] = ResolvedField("window", windows[1].value + 1, f"{windows[1].source}, which itself is inside")
     fields = (
         *size_fields(config, target),
         *vocabulary_fields(config, shapes),
@@ -157,11 +173,14 @@ def _unread(config: Config, written: BlockFormat) -> ResolvedFields:
 
 
 def _causal_layers(config: Config, written: BlockFormat, num_layers: int, windowed: Layers) -> ResolvedField:
-    """Layers whose slots see none after their own. `is_causal` holds for all layers, else for those with a window."""
-    every = lookup(config, "is_causal")
-    if every is not None:
+    """Layers whose slots see none after their own. `is_causal` holds for all layers, the others for those with a
+    window."""
+    if lookup(config, "is_causal") is not None:
         flag = read(config, "is_causal", bool)
         return ResolvedField("causal_layers", tuple(range(num_layers)) if flag.value else (), flag.source)
+    if lookup(config, _NON_CAUSAL) is not None:
+        flag = read(config, _NON_CAUSAL, bool)
+        return ResolvedField("causal_layers", () if flag.value else windowed, flag.source)
     source = f"default of {written.name}"
     flag = read(
         config,
@@ -175,29 +194,30 @@ def _causal_layers(config: Config, written: BlockFormat, num_layers: int, window
 
 def _aux_layers(config: Config, target: TargetFacts, num_layers: int) -> ResolvedField:
     """Aux layers: id i is the state after layer i, b = i + 1; -1 the embeddings; of the last layer transformers has the
-    state after the final norm.
+    state after the final norm. Ids of speculators are numbered as here.
 
     Raises:
         HeadLoadError: not ascending numbers, or they are not used. HeadMismatchError: the target has other layers.
     """
-    counted, given = lookup(config, "num_target_layers"), lookup(config, _AUX)
+    shift = int(speculators_type(config) is None)
+    key = (_AUX_COUNTED, _AUX)[shift]
+    counted, given = lookup(config, "num_target_layers"), lookup(config, key)
     if counted not in (None, target.num_layers):
         raise HeadMismatchError(
             f"the head was made for a target of {counted} layers, this target has {target.num_layers}"
         )
     if lookup(config, "use_aux_hidden_state") is False:
         raise HeadLoadError("config.json says use_aux_hidden_state = False: heads that read aux states are supported")
-    source = f"config {_AUX}, each layer's output"
-    if given is None:
+    source = f"config {key}" + ", each layer's output" * shift
+    if given is None and shift:
         given, source = _default_ids(target.num_layers, num_layers), "default: evenly spaced"
     whole = isinstance(given, list) and given and all(type(i) is int for i in given)
-    if not whole or given != sorted(set(given)) or given[0] < -1:
-        raise HeadLoadError(f"config.json: {_AUX} must be ascending numbers from -1 on, not {given!r}")
-    if given[-1] >= target.num_layers:
-        raise HeadMismatchError(f"the head reads layer {given[-1]}, the target has layers 0 … {target.num_layers - 1}")
-    return ResolvedField(
-        "aux_layers", tuple(FINAL_NORM if i == target.num_layers - 1 else i + 1 for i in given), source
-    )
+    if not whole or given != sorted(set(given)) or given[0] < -shift:
+        raise HeadLoadError(f"config.json: {key} must be ascending numbers from {-shift} on, not {given!r}")
+    last = target.num_layers - shift
+    if given[-1] > last:
+        raise HeadMismatchError(f"the head reads layer {given[-1]}, the target has layers 0 … {last}")
+    return ResolvedField("aux_layers", tuple(FINAL_NORM if shift and i == last else i + shift for i in given), source)
 
 
 def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:

@@ -108,7 +108,8 @@ def detect_by_config(config: Config) -> Layout | None:
     Some kinds keep their weights in files that are not listed here (Medusa: medusa_lm_head.pt).
     """
     if "speculators_model_type" in config or "speculators_config" in config:
-        return None if speculators_type(config) in _SPECULATORS_SERVED else Layout.SPECULATORS  # tensors decide
+        kind = speculators_type(config)
+        return None if kind in _SPECULATORS_BY_TENSORS else _SPECULATORS_BLOCKS.get(str(kind), Layout.SPECULATORS)
     architectures = config.get("architectures")
     words = [config.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
     name = " ".join(word for word in words if isinstance(word, str)).lower()
@@ -118,7 +119,8 @@ def detect_by_config(config: Config) -> Layout | None:
     return None
 
 
-_SPECULATORS_SERVED = ("eagle3", "mtp")
+_SPECULATORS_BY_TENSORS = ("eagle3", "mtp")
+_SPECULATORS_BLOCKS = {"dflash": Layout.DFLASH, "dspark": Layout.DSPARK, "dflash2": Layout.DFLASH2}
 
 
 def speculators_type(config: Config) -> str | None:

@@ -122,7 +122,7 @@ def test_layers_that_are_not_named_are_spread_evenly() -> None:
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "SpecForge's DSpark": (
         {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 256}},
-        r"\['DSparkDraftModel'\]: of block-parallel heads DFlashDraftModel, DFlash2DraftModel, Qwen3DSparkModel are",
+        r"\['DSparkDraftModel'\]: of block-parallel heads DFlashDraftModel, DFlash2DraftModel, Qwen3DSparkModel, ",
     ),
     "Domino": (
         {"emb_dim": 256, "dflash_config": {**ZLAB["dflash_config"], "projector_type": "domino", "shift_label": True}},
