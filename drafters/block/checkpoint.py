@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attention.backends.limits import dtype_name
-from drafters.base import TargetFacts
-from drafters.block.formats import flattened, format_of, resolve_block
+from attention.errors import InvalidInputError
+from drafters.base import FINAL_NORM, TargetFacts
+from drafters.block.formats import REFINED, flattened, format_of, resolve_block
 from drafters.block.head import BlockParallelHead
 from drafters.block.spec import BlockSpec
 from drafters.checkpoints.config_fields import HeadReport, lookup, read, rope_to_config
@@ -27,7 +29,10 @@ from drafters.checkpoints.tensor_files import (
     read_json,
     write_folder,
 )
+from drafters.eagle3.checkpoint import maps_of
+from drafters.eagle3.export import SPECULATORS_VERSION, Verifier, made, speculators_config
 from drafters.eagle3.layout import layer_sizes
+from drafters.errors import HeadLoadError, HeadMismatchError
 
 _TRANSFORMERS = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
@@ -75,35 +80,119 @@ def save_block(head: BlockParallelHead, folder: str | Path, num_target_layers: i
         weights = {EMBEDDING: head.target_embedding, LM_HEAD: head.target_lm_head, **weights}
     # Clones: safetensors stores no two tensors that share memory, as those of a tied target do.
     tensors = {name: t.detach().to("cpu", stored).contiguous().clone() for name, t in weights.items() if t is not None}
-    return write_folder(folder, config_of(head.spec, num_target_layers, num_anchors, dtype_name(stored)), tensors)
+    config = config_of(head.spec, num_target_layers, num_anchors) | {"dtype": dtype_name(stored)}
+    return write_folder(folder, config, tensors)
 
 
-def config_of(spec: BlockSpec, num_target_layers: int, num_anchors: int, dtype: str) -> Json:
-    """config.json of a trained head, which has neither windows nor causal layers; dtype: of the stored weights."""
-    deepspec = _is_deepspec(spec)
+def export_block(
+    head: BlockParallelHead, folder: Path, layout: str, target: TargetFacts, verifier: Verifier, stored: torch.dtype
+) -> Path:
+    """Write a head in another project's layout, without copies of its target's tensors; returns the folder.
+
+    The files are resolved again before they are written, which shows what the layout has no place for.
+
+    Args:
+        layout: "z-lab", which SGLang reads, too, or "speculators", which vLLM reads.
+        target: of the head. verifier: the same as a speculators configuration names it. stored: dtype of the weights.
+
+    Raises:
+        InvalidInputError: the layout cannot express the head, or the folder cannot be written.
+    """
+    weights = {name: t.to("cpu", stored).contiguous() for name, t in head.state_dict().items()}
+    for name, theirs in ((EMBEDDING, target.embedding), (LM_HEAD, target.lm_head)):
+        if name in weights and torch.equal(weights[name], theirs[: head.spec.vocab_size].to(stored)):
+            del weights[name]
+    spec = replace(head.spec, own_embed=EMBEDDING in weights, own_lm_head=LM_HEAD in weights)
+    is_whole, is_speculators = spec.draft_vocab_size == spec.vocab_size, layout == "speculators"
+    config = _speculators_config(spec, verifier) if is_speculators else config_of(spec, target.num_layers, 0)
+    try:
+        again, _ = resolve_block(config, {name: tuple(t.shape) for name, t in weights.items()}, target)
+        odd = [f"{name} = {value!r}" for name, value in vars(spec).items() if getattr(again, name) != value]
+    except (HeadLoadError, HeadMismatchError) as error:
+        odd = [str(error)]
+    if spec.own_embed or (spec.own_lm_head and is_whole) or (not is_speculators and _is_deepspec(spec)):
+        odd.append("it has an embedding or an lm_head unlike its target's, or chain or slots of DSpark")
+    if odd:
+        raise InvalidInputError(f"this head cannot be written in the {layout} layout: {'; '.join(odd)}")
+    tensors = {name.replace("codebook.weight", "codebook"): t for name, t in weights.items()}
+    config["dtype"] = dtype_name(stored)
+    return write_folder(made(folder), config, tensors if is_whole else tensors | maps_of(head))
+
+
+def config_of(spec: BlockSpec, num_target_layers: int, num_anchors: int) -> Json:
+    """config.json in z-lab's layout, or DeepSpec's of a trained head, without the dtype of the weights."""
     own = {
-        "target_layer_ids": [layer - 1 for layer in spec.aux_layers],
+        "target_layer_ids": [num_target_layers - 1 if b == FINAL_NORM else b - 1 for b in spec.aux_layers],
         "mask_token_id": spec.mask_token_id,
         "sample_from_anchor": spec.slots == "anchor-first",
     }
-    dspark = {
-        **own,
-        "num_anchors": num_anchors,
-        "markov_rank": spec.markov_rank,
-        "markov_head_type": spec.markov or "vanilla",
-        "enable_confidence_head": False,
+    scales = {
+        "input_embedding_scale": spec.embedding_scale,
+        "output_multiplier": spec.logit_scale,
+        "final_logit_softcapping": spec.logit_softcap,
     }
+    if _is_deepspec(spec):
+        name, own = "Qwen3DSparkModel", {**own, "num_anchors": num_anchors, **_chain(spec)}
+    else:
+        name = "DFlash2DraftModel" if spec.selector_rank else "DFlashDraftModel"
+        own = {"dflash_config": {**own, **scales, **_refinements(spec)}}
     return {
-        "architectures": ["Qwen3DSparkModel" if deepspec else "DFlashDraftModel"],
-        "model_type": "qwen3",
-        "dtype": dtype,
-        **layer_sizes(spec),
+        "architectures": [name],
+        **_layer_config(spec),
         "num_target_layers": num_target_layers,
         "block_size": spec.block_size,
-        "attention_bias": False,
+        "is_causal": None if spec.causal_layers == spec.windowed_layers else bool(spec.causal_layers),
+        "sliding_attention_causal": bool(spec.causal_layers),
+        **own,
+    }
+
+
+def _speculators_config(spec: BlockSpec, verifier: Verifier) -> Json:
+    is_dspark = spec.confidence or _is_deepspec(spec)
+    name = "DFlash2" if spec.selector_rank else "DSpark" if is_dspark else "DFlash"
+    return {
+        "architectures": [f"{name}DraftModel"],
+        "speculators_model_type": name.lower(),
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": speculators_config(name.lower(), verifier, spec.block_size - spec.first_slot),
+        "draft_vocab_size": spec.draft_vocab_size,
+        "block_size": spec.block_size,
+        "mask_token_id": spec.mask_token_id,
+        "aux_hidden_state_layer_ids": list(spec.aux_layers),
+        "sample_from_anchor": spec.slots == "anchor-first",
+        "sliding_window_non_causal": not spec.causal_layers,
+        **(_chain(spec) if name == "DSpark" else _refinements(spec)),
+        "transformer_layer_config": _layer_config(spec),
+    }
+
+
+def _layer_config(spec: BlockSpec) -> Json:
+    """The layers, as every layout has them."""
+    kinds = ("sliding_attention" if i in spec.windowed_layers else "full_attention" for i in range(spec.num_layers))
+    return {
+        "model_type": "qwen3",
+        **layer_sizes(spec),
+        "attention_bias": spec.qkv_bias,
+        "mlp_bias": False,
+        "use_qk_norm": True,
         "tie_word_embeddings": False,
+        "layer_types": list(kinds),
+        "sliding_window": spec.window,
+        "use_sliding_window": bool(spec.windowed_layers),
         **rope_to_config(spec.rope),
-        **(dspark if deepspec else {"dflash_config": own}),
+    }
+
+
+def _refinements(spec: BlockSpec) -> Json:
+    return {key: getattr(spec, key) for key in REFINED} if spec.selector_rank else {}
+
+
+def _chain(spec: BlockSpec) -> Json:
+    return {
+        "markov_rank": spec.markov_rank,
+        "markov_head_type": spec.markov or "vanilla",
+        "enable_confidence_head": spec.confidence is not None,
+        "confidence_head_with_markov": spec.confidence == "outputs and tokens",
     }
 
 

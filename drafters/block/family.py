@@ -55,10 +55,8 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
 
 
 def not_exportable(path: CheckpointPath) -> str | None:
-    """Why it is not written in the layout of another project."""
-    return (
-        "it is a block-parallel head, which other projects read in the layout that it has; HEAD must be an EAGLE-3 head"
-    )
+    """Why it is not written in a layout of EAGLE heads; `export_block` writes its own."""
+    return "it is a block-parallel head: give --layout z-lab or speculators, and --target"
 
 
 def recipe(

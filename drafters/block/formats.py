@@ -47,7 +47,7 @@ _READ = {
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
 _OF_TRAINING = {"num_anchors", "max_anchors"}
-_REFINED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+REFINED = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class BlockFormat:
 
 FORMATS: Mapping[str, BlockFormat] = {
     "DFlashDraftModel": BlockFormat("DFlash, z-lab/SpecForge", "fill-in", causal_windows=True),
-    "DFlash2DraftModel": BlockFormat("DFlash2, z-lab", "fill-in", causal_windows=True, sizes=_REFINED),
+    "DFlash2DraftModel": BlockFormat("DFlash2, z-lab", "fill-in", causal_windows=True, sizes=REFINED),
     "Qwen3DSparkModel": BlockFormat("DSpark, DeepSpec", "anchor-first", causal_windows=False),
     "MuseGlimmerAssistantModel": BlockFormat("DFlash, transformers", "fill-in", causal_windows=False, inclusive=True),
     "speculators dflash": BlockFormat("DFlash, speculators", "fill-in", causal_windows=True),
     "speculators dspark": BlockFormat("DSpark, speculators", "anchor-first", causal_windows=True),
-    "speculators dflash2": BlockFormat("DFlash2, speculators", "fill-in", causal_windows=False, sizes=_REFINED),
+    "speculators dflash2": BlockFormat("DFlash2, speculators", "fill-in", causal_windows=False, sizes=REFINED),
 }
 """By the class in config.json, which alone tells how a plain head without flags is read, and DFlash2 from DFlash; those
 of speculators by `speculators_model_type`, as the package writes several classes for each."""

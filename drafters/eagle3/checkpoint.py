@@ -32,7 +32,7 @@ from drafters.checkpoints.tensor_files import (
     write_folder,
 )
 from drafters.eagle3.formats import AUX_KEYS, flattened, format_of
-from drafters.eagle3.head import Eagle1Head, Eagle3Head
+from drafters.eagle3.head import Eagle1Head, Eagle3Head, SharingHead
 from drafters.eagle3.layout import (
     canonical_names,
     resolve_eagle1,
@@ -101,7 +101,7 @@ def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None 
     return write_folder(folder, config, weights | maps_of(head))
 
 
-def maps_of(head: Eagle3Head) -> StateDict:
+def maps_of(head: SharingHead) -> StateDict:
     """Both maps of a head's draft vocabulary, as files have them."""
     d2t = offsets_of(head.target_ids).cpu()
     return {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
@@ -229,7 +229,7 @@ def target_of_files(path: CheckpointPath, overrides: Eagle3Overrides) -> TargetF
 
 def stored_dtype(path: CheckpointPath) -> torch.dtype:
     """Dtype of a head's weights on disk (of its final norm); float32 for any that is no plain one."""
-    found = {name: info.dtype for name, info in open_head(path).folder.tensors.items()}
+    found = {name: info.dtype for name, info in open_folder(path).tensors.items()}
     dtype = next((found[name] for name in found if name.split(".")[-2:] == ["norm", "weight"]), "F32")
     plain = {**STORED, **{str(kind): kind for kind in STORED.values()}}  # and in pytorch_model.bin
     return plain.get(dtype, torch.float32)

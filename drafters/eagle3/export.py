@@ -98,7 +98,7 @@ def export_eagle3(
     if problems:
         raise InvalidInputError(f"this head cannot be written in the {layout} layout: " + "; ".join(problems))
     if layout == "specforge":
-        return save_eagle3(head, _made(folder), dtype)
+        return save_eagle3(head, made(folder), dtype)
     if verifier is None:
         raise InvalidInputError(
             "the speculators layout names the target that the head was made for: give its verifier, a hub name or a "
@@ -106,7 +106,7 @@ def export_eagle3(
         )
     stored = dtype or head.norm.weight.dtype
     tensors = _tensors(head, stored, with_target_tensors)
-    return write_folder(_made(folder), _config(head.spec, verifier, stored, num_speculative_tokens), tensors)
+    return write_folder(made(folder), _config(head.spec, verifier, stored, num_speculative_tokens), tensors)
 
 
 def shares_embedding(head: Eagle3Head, embedding: Tensor, stored: torch.dtype) -> bool:
@@ -182,12 +182,6 @@ def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) ->
 
 def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_speculative_tokens: int) -> Json:
     """config.json in the layout of speculators; every value is written, also where it is the default of a class."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_speculative_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -203,12 +197,23 @@ def _config(spec: Eagle3Spec, verifier: Verifier, dtype: torch.dtype, num_specul
         "eagle_aux_hidden_state_layer_ids": list(spec.aux_layers),  # numbered as in specdec
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(spec),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
-        },
+        "speculators_config": speculators_config("eagle3", verifier, num_speculative_tokens),
+    }
+
+
+def speculators_config(kind: str, verifier: Verifier, num_speculative_tokens: int) -> Json:
+    """What every speculators configuration holds of the same name: kind of head, target and K."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": verifier.name_or_path, "architectures": list(verifier.architectures)},
     }
 
 
@@ -230,7 +235,8 @@ def _layer_config(spec: Eagle3Spec) -> Json:
     return config
 
 
-def _made(folder: str | Path) -> Path:
+def made(folder: str | Path) -> Path:
+    """The folder, made where it is missing. Raises InvalidInputError: it cannot be written."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from drafters.eagle3.export import ExportLayout
     from drafters.eagle3.head import Eagle3Head
+    from specdec.loading.heads import TargetOutline
     from specdec.options import LoadOptions
 
-_LAYOUTS = ("speculators", "specforge", "custom_generate")
+_LAYOUTS = ("speculators", "specforge", "z-lab", "custom_generate")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -31,12 +32,13 @@ _DTYPES = ("float32", "bfloat16", "float16")
         "specdec export run/head --layout speculators --target gsm-llama --out for-vllm",
         "specdec export run/head --layout speculators --target ./llama --verifier meta-llama/Llama-3.1-8B --out o",
         "specdec export run/head --layout custom_generate --target ./llama --out llama-that-speculates",
+        "specdec export blocks/head --layout z-lab --target ./llama --out for-sglang",
     )
 )
 @click.argument("head", type=draft_name)
 @option(
     "--layout",
-    "speculators: vLLM's; specforge: SGLang's; "
+    "speculators: vLLM's; specforge: SGLang's; z-lab: of block-parallel heads, SGLang's; "
     "custom_generate: a model folder whose own generate, in transformers, speculates.",
     click.Choice(_LAYOUTS),
     required=True,
@@ -57,8 +59,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def export(
     context: click.Context, head: str, layout: ExportLayout, out: Path, target: str | None, **options: Any
 ) -> None:
-    """Write HEAD, an EAGLE-3 head in any layout that is read, in the layout of another project.
+    """Write HEAD, an EAGLE-3 or block-parallel head in any layout that is read, in the layout of another project.
 
+    A block-parallel head needs --target, and is written without tensors of it; K is what its block gives.
     What a layout cannot express is refused by name, and nothing is written.
     """
     from specdec.options import LoadOptions
@@ -113,10 +116,13 @@ def _exported(
     from drafters.eagle3.checkpoint import load_eagle, stored_dtype, target_of_files
     from drafters.eagle3.export import Verifier, export_eagle3
     from drafters.eagle3.overrides import Eagle3Overrides
+    from drafters.families import FAMILIES, family_of
     from specdec.loading.heads import outline_target
     from specdec.loading.names import is_available, target_of_head
 
-    path = _eagle_head(head, target)
+    path = _eagle_head(head, target, blocks=layout in ("z-lab", "speculators"))
+    if target and family_of(path) is FAMILIES["block"]:
+        return _exported_block(path, layout, out, outline_target(target), verifier, dtype)
     overrides = Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
@@ -149,6 +155,21 @@ def _exported(
     )
 
 
+def _exported_block(
+    path: str, layout: str, out: Path, target: TargetOutline, verifier: str | None, dtype: str | None
+) -> Path:
+    import torch
+
+    from drafters.block.checkpoint import export_block, load_block
+    from drafters.eagle3.checkpoint import stored_dtype
+    from drafters.eagle3.export import Verifier
+
+    stored = getattr(torch, dtype) if dtype else stored_dtype(path)
+    named = Verifier(verifier or target.name, target.architectures)
+    loaded = load_block(path, target.facts, torch.float32, "cpu")
+    return export_block(loaded, out, layout, target.facts, named, stored)
+
+
 def _sharing(head: Eagle3Head, embedding: Tensor | None, stored: torch.dtype, missing: str) -> Eagle3Head:
     """The head without the copy of its target's embedding that the speculators layout holds; specforge has no place.
 
@@ -168,9 +189,10 @@ def _sharing(head: Eagle3Head, embedding: Tensor | None, stored: torch.dtype, mi
     return head.reread(replace(head.spec, own_embed=False), embedding)
 
 
-def _eagle_head(head: str, target: str | None) -> str:
-    """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
-    from drafters.families import family_of
+def _eagle_head(head: str, target: str | None, blocks: bool = False) -> str:
+    """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused, and a block-parallel
+    head without a target, or unless `blocks`."""
+    from drafters.families import FAMILIES, family_of
     from specdec.loading.heads import IN_TARGET, resolve_head
     from specdec.loading.names import BUILTIN_HEADS
 
@@ -178,7 +200,8 @@ def _eagle_head(head: str, target: str | None) -> str:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
     path = head if head in IN_TARGET else resolve_head(head, target)
     family = IN_TARGET.get(head) or family_of(path)
-    if (problem := family.code().not_exportable(path)) is not None:
+    served = blocks and target and family is FAMILIES["block"]
+    if not served and (problem := family.code().not_exportable(path)) is not None:
         raise InvalidInputError(f"{head}: {problem}")
     return path
 
