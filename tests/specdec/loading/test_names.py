@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from evals.data.arithmetic import Problem, problems
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
 from specdec.loading.heads import IN_TARGET, LOOKUP, resolve_head
 from specdec.loading.names import (
-    AUTO_HEAD,
+    BUILTIN_HEADS,
     DRAFT_WORDS,
     GSM_LLAMA,
     builtin_names,
@@ -32,6 +33,9 @@ from specdec.loading.names import (
     misspelt,
     misspelt_draft,
 )
+from specdec.model import SpeculativeModel
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import pool_requests
 
 FOLDER = builtin_path(GSM_LLAMA)
 MIB = 2**20
@@ -85,11 +89,12 @@ def test_a_misspelt_name_is_refused_with_the_right_one(
         ("atuo", "did you mean 'auto', the built-in head"),
         ("mpt", "did you mean 'mtp', the module in"),
         ("Lookup", "did you mean 'lookup', drafts without a head"),
+        ("blok", "did you mean 'block', the built-in head that drafts"),
         ("none", "without a head draft is None"),
     ],
 )
 def test_a_misspelt_word_of_draft_is_refused_with_the_right_one(name: str, words: str) -> None:
-    assert set(IN_TARGET) | {AUTO_HEAD, LOOKUP} == set(DRAFT_WORDS)
+    assert set(IN_TARGET) | {*BUILTIN_HEADS, LOOKUP} == set(DRAFT_WORDS)
     with pytest.raises(HeadLoadError, match=words):
         resolve_head(name, "gsm-llama")
     assert misspelt_draft("someone/mpt") == misspelt_draft("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B") == ""
@@ -110,6 +115,28 @@ def test_a_misspelt_word_of_draft_is_refused_with_the_right_one(name: str, words
 )
 def test_the_head_that_auto_means_for_a_name(target: str | None, head: str | None) -> None:
     assert head_for(target) == head
+
+
+def test_the_head_that_block_means() -> None:
+    assert resolve_head("block", "gsm-llama") == str(builtin_path("gsm-llama-block"))
+    assert resolve_head("block", str(builtin_path("gsm-llama"))) == str(builtin_path("gsm-llama-block"))
+    for target in ("gsm-deepseek", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        with pytest.raises(HeadLoadError, match="has no built-in head that drafts a whole block in one pass; give"):
+            resolve_head("block", target)
+
+
+@pytest.mark.slow
+def test_the_built_in_block_head_drafts_what_the_target_accepts() -> None:
+    """Four generated problems; tau on GSM8K is 4.0. With the target's states hidden from it the head has 1.2."""
+    prompts = [problem.question for problem in problems(4, "test", 0)]
+    params = SamplingParams(max_new_tokens=64)
+    sizes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_tokens": 2048, "max_model_len": 512}
+    with SpeculativeModel.from_pretrained("gsm-llama", "block", **sizes) as model:
+        assert model.num_speculative_tokens == 7
+        drafted = model.generate(prompts, params)
+        plain = model.generate(prompts, SamplingParams(max_new_tokens=64, num_speculative_tokens=0))
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert pool_requests([c.stats for c in drafted]).tau > 3
 
 
 def test_the_head_that_auto_means_for_a_gguf_file(tmp_path: Path) -> None:
