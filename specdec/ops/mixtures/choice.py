@@ -68,7 +68,21 @@ def own_form(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, round
         out = routed_experts(hidden, index, gate_up, down, scale, down_scale, bias, down_bias, *gating)
     if getattr(experts, "has_post_expert_norm", False):  # Muse Spark
         out = experts.post_expert_norm(out)
-    return (out * weights[..., None]).sum(1).to(out.dtype)  # in a fixed order
+    return summed(out * weights[..., None]).to(out.dtype)
+
+
+def summed(out: Tensor) -> Tensor:
+    """[T, k, H] weighted outputs of a token's experts -> [T, H] in float32 or wider, from the first to the last.
+
+    Compiled, these additions are one pass over `out`. A sum over k was a reduction whose loads lie H apart: 2.1 ms a
+    layer of 8,192 tokens and ten experts on an H200, where memory allows 0.1.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    first, *others = out.unbind(1)
+    total = first.to(wide)
+    for each in others:
+        total = total + each
+    return total
 
 
 def gating_of(experts: Any) -> Gating | None:

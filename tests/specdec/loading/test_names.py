@@ -128,7 +128,7 @@ def test_the_head_that_block_means() -> None:
 @pytest.mark.slow
 def test_the_built_in_block_head_drafts_what_the_target_accepts() -> None:
     """Four generated problems; tau on GSM8K is 4.0. With the target's states hidden from it the head has 1.2."""
-    prompts = [problem.question for problem in problems(4, "test", 0)]
+    prompts: list[Any] = [[USER | {"content": own.question}] for own in problems("heldout", 4)]
     params = SamplingParams(max_new_tokens=64)
     sizes: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_tokens": 2048, "max_model_len": 512}
     with SpeculativeModel.from_pretrained("gsm-llama", "block", **sizes) as model:
@@ -159,9 +159,9 @@ def test_every_builtin_has_a_card_and_stays_small(name: str) -> None:
     assert max(file.stat().st_size for file in files) <= 15 * MIB
 
 
-def test_target_and_head_fit_in_18_megabytes() -> None:
+def test_target_and_heads_fit_in_22_megabytes() -> None:
     folders = [builtin_path(name) for name in builtin_names() if name.startswith(GSM_LLAMA)]
-    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) <= 18 * 10**6
+    assert sum(file.stat().st_size for folder in folders for file in folder.iterdir()) <= 22 * 10**6
 
 
 def test_config_is_a_plain_llama_with_one_end_token(tokenizer: PreTrainedTokenizerFast) -> None:
