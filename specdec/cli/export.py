@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 _LAYOUTS = ("speculators", "specforge", "z-lab", "custom_generate")
 _DTYPES = ("float32", "bfloat16", "float16")
+_ONLY_SPECULATORS = {
+    "verifier": "--verifier",
+    "with_target_tensors": "--with-target-tensors/--without-target-tensors",
+    "num_speculative_tokens": "--num-speculative-tokens",
+}
 
 
 @click.command(
@@ -164,6 +170,9 @@ def _exported_block(
     from drafters.eagle3.checkpoint import stored_dtype
     from drafters.eagle3.export import Verifier
 
+    names = {name: _ONLY_SPECULATORS[name] for name in ("with_target_tensors", "num_speculative_tokens")}
+    if given := _given(click.get_current_context(), names | {"head_overrides": "--head-override"}):
+        raise InvalidInputError(f"{given}: it decides nothing of a block-parallel head; leave it out")
     stored = getattr(torch, dtype) if dtype else stored_dtype(path)
     named = Verifier(verifier or target.name, target.architectures)
     loaded = load_block(path, target.facts, torch.float32, "cpu")
@@ -208,14 +217,15 @@ def _eagle_head(head: str, target: str | None, blocks: bool = False) -> str:
 
 def _check_of_speculators(context: click.Context, layout: ExportLayout) -> None:
     """Options that decide nothing in another layout are refused when they are given."""
-    names = {
-        "verifier": "--verifier",
-        "with_target_tensors": "--with-target-tensors/--without-target-tensors",
-        "num_speculative_tokens": "--num-speculative-tokens",
-    }
+    names = dict(_ONLY_SPECULATORS)
     if layout == "custom_generate":
         del names["with_target_tensors"]
-    default = ParameterSource.DEFAULT
-    given = [words for name, words in names.items() if context.get_parameter_source(name) is not default]
+    given = _given(context, names)
     if given and layout != "speculators":
-        raise InvalidInputError(f"{', '.join(given)}: only --layout speculators has a place for it; leave it out")
+        raise InvalidInputError(f"{given}: only --layout speculators has a place for it; leave it out")
+
+
+def _given(context: click.Context, names: Mapping[str, str]) -> str:
+    """Which of these options were given, in words. names: by parameter, as a user writes them."""
+    default = ParameterSource.DEFAULT
+    return ", ".join(words for name, words in names.items() if context.get_parameter_source(name) is not default)

@@ -19,6 +19,8 @@ from specdec.cli.inspect import inspect
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.heads import outline_target
 from specdec.loading.names import builtin_path, is_available, target_of_head
+from specdec.model import SpeculativeModel
+from specdec.requests.sampling import SamplingParams
 from tests import head_layouts
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
@@ -119,6 +121,31 @@ def test_a_head_whose_layers_depend_on_its_target_needs_one(head: Path) -> None:
 def test_arguments_that_contradict_each_other(arguments: list[str], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         run(inspect, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-k", "3"], "--num-speculative-tokens: it decides nothing of a block-parallel head"),
+        (["--without-target-tensors", "--head-override", "x=1"], "target-tensors, --head-override: it decides nothing"),
+    ],
+)
+def test_what_decides_nothing_of_a_block(arguments: list[str], message: str, tmp_path: Path) -> None:
+    of_block = ["block", "--target", "gsm-llama", "--layout", "speculators", "--out", str(tmp_path / "out")]
+    with pytest.raises(InvalidInputError, match=message):
+        run(export, *of_block, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_built_in_block_head_drafts_the_same_once_exported(tmp_path: Path) -> None:
+    run(export, "block", "--target", "gsm-llama", "--layout", "speculators", "--out", str(tmp_path / "out"))
+    params, found = SamplingParams(max_new_tokens=24, return_drafts=True), []
+    for head in ("block", str(tmp_path / "out")):
+        with SpeculativeModel.from_pretrained("gsm-llama", head, device="cpu", kv_cache_tokens=512) as model:
+            (completion,) = model.generate([list(range(40, 70))], params)
+            found.append((completion.token_ids, completion.drafts))
+    assert found[0] == found[1] and any(found[0][1])
 
 
 @pytest.mark.slow
