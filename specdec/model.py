@@ -107,9 +107,8 @@ class SpeculativeModel:
                 names its base, or a PeftModel, whose inner model runs as it is (its adapters live or merged); without
                 `draft`, a head whose config.json names its target (as the package speculators does) loads both.
             draft: folder or hub name of a head or of a small causal language model, or a loaded one; "auto": a built-in
-                target's; "block": one of these that drafts whole blocks; "mtp": the multi-token-prediction module in
-                the target's checkpoint; "lookup": what followed a request's last tokens in its own text
-                (docs/lookup.md); [head, "lookup"]: both.
+                target's, "block": its head that drafts blocks; "mtp": the module in the target's checkpoint; "lookup":
+                what followed a request's last tokens in its own text (docs/lookup.md); [head, "lookup"]: both.
             num_speculative_tokens: K, drafts a round; default 5, of a small model by its size (1 to 8).
             backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm
                 (untested), "torch" (the reference) on a CPU. "flex": FlexAttention, compiled at the first rounds; no

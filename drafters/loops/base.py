@@ -330,15 +330,17 @@ class FixedPrefill:
 class Chosen:
     """Greedy draft choices of a pass of fixed shape with their logits, at the same addresses in every replay.
 
-    ids: [R] int64 on the draft vocabulary; logits: [R, Vd].
+    ids: [R·slots] int64 on the draft vocabulary; logits: [R·slots, Vd]. slots: drafts of a row that are chosen at once.
     """
 
     ids: Tensor
     logits: Tensor
+    slots: int = 1
 
 
 Draw = Callable[[int, Chosen], None]
-"""Draws what sampled rows draft, in place of the greedy choices of draft j+1: (j from 0, choices). Or nothing."""
+"""Draws what sampled rows draft, in place of the greedy choices of draft j+1: (j from 0, choices). Or nothing.
+Choices of several slots are those of all drafts, and j is 0."""
 
 
 @runtime_checkable

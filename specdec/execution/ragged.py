@@ -283,7 +283,8 @@ class RaggedPrefill:
                 return chosen.ids, chosen.logits
 
             graph, chosen = record_segments(launch, self._pool, self._group)
-        return _PrefillGraph(inputs, positions, graph, Chosen(*map(unowned, chosen)))
+        ids, logits = map(unowned, chosen)
+        return _PrefillGraph(inputs, positions, graph, Chosen(ids, logits))
 
 
 def _integers(count: int, device: torch.device) -> Tensor:

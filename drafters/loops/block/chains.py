@@ -112,6 +112,11 @@ def drafts_along(head: BlockHead, x: Tensor, bonus: Tensor, num_drafts: int, cho
     return Draft.of(token_ids, probs)
 
 
+def drafting_slots(head: BlockHead, x: Tensor, num_drafts: int) -> Tensor:
+    """Outputs [R, Q, H] of whole blocks -> [R, n, H] of the slots that give drafts 1 … n."""
+    return x[:, head.first_slot : head.first_slot + num_drafts]
+
+
 def go_along(
     head: BlockHead, x: Tensor, bonus: Tensor, num_drafts: int, draft: Callable[[int, Tensor], Tensor]
 ) -> None:
@@ -122,7 +127,7 @@ def go_along(
     Args:
         bonus: [R] int64 tokens. draft: chooses draft j+1: (j from 0, draft logits [R, Vd]) -> [R] int64 target ids.
     """
-    hidden = x[:, head.first_slot : head.first_slot + num_drafts].transpose(0, 1)  # [n, R, H]
+    hidden = drafting_slots(head, x, num_drafts).transpose(0, 1)  # [n, R, H]
     logits = head.logits(hidden.flatten(0, 1)).view(num_drafts, len(bonus), -1)
     chain: BlockChain = head.chain
     state, previous = None, bonus

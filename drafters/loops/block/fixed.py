@@ -28,7 +28,7 @@ from drafters.loops.base import (
     LoopSize,
     WritesCache,
 )
-from drafters.loops.block.chains import go_along
+from drafters.loops.block.chains import Independent, drafting_slots, go_along
 from drafters.loops.block.inputs import block_tokens
 from drafters.loops.head_passes import target_ids_of
 from drafters.loops.steps import StepBuffers
@@ -84,12 +84,19 @@ class FixedBlock:
         with self._channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value)):
             x: Tensor = self._block(token_ids.view(-1).clone(), planned.metadata.positions)
 
+        outputs, slots = x.unflatten(0, (rows, -1)), self.drafts.shape[1]
+        if isinstance(head.chain, Independent):
+            logits = head.logits(drafting_slots(head, outputs, slots).flatten(0, 1))
+            own = self.drafts[:rows].view(-1)
+            draw(0, Chosen(self._greedy(logits, self._target_ids, own), logits, slots))
+            return x
+
         def draft(slot: int, logits: Tensor) -> Tensor:
             own = self.drafts[:rows, slot]
             draw(slot, Chosen(self._greedy(logits, self._target_ids, own), logits))
             return own
 
-        go_along(head, x.unflatten(0, (rows, -1)), bonus, self.drafts.shape[1], draft)
+        go_along(head, outputs, bonus, slots, draft)
         return x
 
     def _context_of(self, aux: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
