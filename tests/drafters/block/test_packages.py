@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 FULL, NEAR = "full_attention", "sliding_attention"
-DFLASH = {
+DFLASH: dict[str, Config] = {
     "plain": {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2], "block_size": 5}},
     "windows": {
         "layer_types": [NEAR, FULL],
@@ -82,6 +83,44 @@ DFLASH2: dict[str, Any] = {
 }
 
 
+def random_dflash(seed: int, second: bool) -> Config:
+    """Layers 1 to 4, 1 to 5 of the target's states, blocks of 4 to 12, windows of some layers or none, both directions
+    or not; second: with convolutions and a selector."""
+    rng = Random(seed)
+    layers, block = rng.randint(1, 4), rng.randint(4, 12)
+    inner: Config = {"mask_token_id": rng.randrange(VOCAB), "block_size": block}
+    inner["target_layer_ids"] = sorted(rng.sample(range(-1, 4), rng.randint(1, 5)))
+    if rng.random() < 0.3:
+        inner |= {"input_embedding_scale": 1.5, "output_multiplier": 0.7}
+    if second:
+        inner |= {"conv_kernel_size": rng.randint(2, 4), "conv_group_size": rng.choice((1, 4, 16, 32))}
+        inner |= {"selector_rank": rng.randint(1, 8), "selector_top_k": rng.randint(1, VOCAB)}
+    own: Config = {"num_hidden_layers": layers, "attention_bias": rng.random() < 0.3, "dflash_config": inner}
+    if rng.random() < 0.6:
+        kinds = [rng.choice((FULL, NEAR)) for _ in range(layers)]
+        own |= {"layer_types": kinds, "sliding_window": rng.randint(2, 20), "use_sliding_window": True}
+        own |= {"is_causal": False} if rng.random() < 0.5 else {}
+    return own
+
+
+def random_dspark(seed: int) -> Config:
+    """As `random_dflash`, with a Markov head of some kind or none."""
+    rng = Random(1000 + seed)
+    kind = rng.choice(("vanilla", "gated", "rnn", None))
+    return {
+        "num_hidden_layers": rng.randint(1, 4),
+        "block_size": rng.randint(3, 12),
+        "mask_token_id": rng.randrange(VOCAB),
+        "target_layer_ids": sorted(rng.sample(range(-1, 4), rng.randint(1, 5))),
+        **({"markov_rank": 0} if kind is None else {"markov_rank": rng.randint(1, 9), "markov_head_type": kind}),
+    }
+
+
+for _seed in range(15):
+    DFLASH[f"random {_seed}"] = random_dflash(_seed, False)
+    DFLASH2[f"random {_seed}"] = random_dflash(100 + _seed, True)
+
+
 def rounds(completion: Any) -> list[tuple[int, list[int]]]:
     """(position of the bonus token, drafts) of every round with drafts."""
     bonus, found = len(completion.prompt_token_ids), []
@@ -102,7 +141,7 @@ def saved(model: Any, folder: Path) -> str:
 def compared(folder: str, theirs: Any) -> list[tuple[list[int], list[int]]]:
     """(our drafts, theirs) of every round; theirs: of ids up to the bonus token and the target's states before it."""
     target, found = tiny_llama(), []
-    wrapped = wrap(target, folder)
+    wrapped = wrap(target, folder, max_num_batched_tokens=40)
     for prompt, completion in zip(PROMPTS, wrapped.generate(PROMPTS, GREEDY), strict=True):
         assert completion.token_ids == hf_greedy(prompt, 16)
         ids = torch.tensor([prompt + completion.token_ids])
@@ -153,6 +192,8 @@ DSPARK: dict[str, Config] = {
         "confidence_head_with_markov": True,
     },
 }
+
+DSPARK |= {f"random {seed}": random_dspark(seed) for seed in range(15)}
 
 
 @pytest.mark.parametrize("kind", DSPARK)
