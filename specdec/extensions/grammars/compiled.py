@@ -43,7 +43,7 @@ FILL_SECONDS = 4.0
 """Time limits of llguidance: to compile a grammar, and to compute the masks of next tokens (usually tens of us)."""
 _MOST_LOST = 8
 _MOST_TEMPLATES, _QUICK_SECONDS = 16, 0.02
-"""A grammar that compiles as quickly is compiled for each of its first 16 requests."""
+"""A grammar that compiles as quickly is compiled for each of its first 16 requests, when they come."""
 STUCK = (
     f"llguidance did not say within {FILL_SECONDS:g} s which tokens may come next: a part that repeats may take all of "
     'what must follow it, as in Lark /a*/ "a"'
@@ -52,6 +52,8 @@ _MOST_ITEMS = 100_000
 """Of llguidance's parser in one step: its default of 2,000 is less than a schema of 1,200 properties takes."""
 _QUOTED = re.compile(r'//.*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')
 """Texts and regular expressions of a Lark grammar, and its comments."""
+_BETWEEN = re.compile(r'"(item_separator|key_separator|whitespace_pattern)": ')
+"""Keys of `x-guidance` whose regular expressions a user writes; a property called so costs speed alone."""
 _JSON_TEXT = '{}[]":, 0123456789truefalsn'
 Ids = list[int]
 
@@ -74,6 +76,7 @@ class CompiledGrammar:
     can_loop: bool
     _free: dict[int, np.ndarray | None] = field(init=False, repr=False, default_factory=dict)  # by state of the marker
     _turns: Iterator[int] = field(init=False, repr=False, default_factory=itertools.count)
+    _requests: Iterator[int] = field(init=False, repr=False, default_factory=itertools.count)
 
     def begins_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether it begins with the first new token: without a marker, or where the prompt ends with the marker's text
@@ -87,16 +90,18 @@ class CompiledGrammar:
         return bool(marker) and marker in prompt and not prompt.rpartition(marker)[2].strip()
 
     def matcher(self, begun: bytes = b"") -> Any | None:
-        """A new matcher, after this text; None if the grammar cannot begin with it.
-
-        Copies take turns at a lock of their template's, whatever threads there are: requests have several templates.
-        """
-        turn = next(self._turns)
-        if self.another is not None and len(self.templates) <= min(turn, _MOST_TEMPLATES - 1):
-            self.templates.append(self.another())
-        found = self.templates[turn % len(self.templates)].deep_copy()
+        """A new matcher, after this text; None if the grammar cannot begin with it."""
+        found = self.templates[next(self._turns) % len(self.templates)].deep_copy()
         tokens = self.vocabulary.tokenizer.tokenize_bytes(begun) if begun else []
         return found if found.try_consume_tokens(tokens) == len(tokens) else None
+
+    def add_request(self) -> None:
+        """Compile one more template for a request, if it is one of the first: copies of one take turns at its lock."""
+        if self.another is not None and 1 <= next(self._requests) < _MOST_TEMPLATES:
+            try:
+                self.templates.append(self.another())
+            except ValueError:
+                return  # it took too long this time, and there are others
 
     def free_mask(self, state: int) -> np.ndarray | None:
         """Mask [W] int32 of the tokens allowed outside of the grammar, None for all. Excluded are tokens whose text
@@ -381,10 +386,14 @@ class GrammarCompiler:
 
 
 def _can_loop(grammar: Grammar) -> bool:
-    """Whether a part that repeats may take what must follow it: users' Lark, and a number before an end of digits."""
-    tags = json.loads(grammar.source) if grammar.kind == "structural_tag" else []
+    """Whether a part that repeats may take what must follow it: users' Lark, a number before an end of digits, and
+    separators or white space of a schema's own (`x-guidance`)."""
+    if grammar.kind in ("lark", "regex"):
+        return grammar.kind == "lark"
+    own = json.loads(grammar.source)
+    tags = own if grammar.kind == "structural_tag" else []
     ends = [end for end in (grammar.end, *(tag["end"] for tag in tags)) if isinstance(end, str)]
-    return grammar.kind == "lark" or (grammar.kind != "regex" and any(end[:1] in "+-.0123456789eE" for end in ends))
+    return any(end[:1] in "+-.0123456789eE" for end in ends) or bool(_BETWEEN.search(json.dumps(own)))
 
 
 _compilers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], GrammarCompiler]] = weakref.WeakKeyDictionary()

@@ -124,6 +124,7 @@ class FollowedGrammar(RequestGrammar):
         self._compiled = compiled
         self.vocabulary, self.can_loop = compiled.vocabulary, compiled.can_loop
         self._begins = compiled.begins_after(prompt_ids)
+        compiled.add_request()
         self._restart()
 
     def _restart(self) -> None:

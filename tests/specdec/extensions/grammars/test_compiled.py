@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from specdec.extensions.grammars import compiled
 from specdec.extensions.grammars.compiled import compiler_of
+from specdec.extensions.grammars.following import FollowedGrammar
 from specdec.loading.tokenizers import load_tokenizer
 from specdec.requests.grammar import Grammar
 from tests.specdec.extensions.grammars.spelled import END, tokenizer
@@ -43,7 +45,7 @@ def test_masks_near_a_limit_are_those_of_other_slices(limits: dict[str, Any], mo
 
 
 def test_requests_of_a_grammar_copy_several_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of one take turns at its lock. One that compiles slowly has one; a text after a marker has no request."""
+    """Copies of one take turns at its lock. One that compiles slowly has one, and texts behind a marker make none."""
     monkeypatch.setattr(compiled, "_MOST_TEMPLATES", 3)
     compiler = compiled.GrammarCompiler(tokenizer(), 64, END)
     for seconds, count in ((100.0, 3), (0.0, 1)):
@@ -51,11 +53,28 @@ def test_requests_of_a_grammar_copy_several_templates(monkeypatch: pytest.Monkey
         own = compiler.compile(Grammar.regex("[ab]{3}"))
         grown = []
         for _ in range(5):
-            matcher = own.matcher()
-            masks = np.full((1, compiler.words), -1, np.int32)
-            assert compiler.fill([(matcher, 0, [])], masks, own.can_loop) and masks.any()
-            grown.append(len(own.templates))
+            FollowedGrammar(own)
+            matchers = [own.matcher() for _ in range(4)]
+            masks = np.full((4, compiler.words), -1, np.int32)
+            assert compiler.fill([(each, row, []) for row, each in enumerate(matchers)], masks, own.can_loop)
+            assert len({mask.tobytes() for mask in masks}) == 1
+            grown.append(len({id(each) for each in own.templates}))
         assert grown == [min(count, i) for i in range(1, 6)]
+
+
+def test_many_threads_make_no_more_templates_and_an_error_is_no_request_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = compiled.GrammarCompiler(tokenizer(), 64, END)
+    monkeypatch.setattr(compiled, "_QUICK_SECONDS", 100.0)
+    own = compiler.compile(Grammar.regex("[ab]{3}"))
+    with ThreadPoolExecutor(24) as pool:
+        assert all(pool.map(lambda _: FollowedGrammar(own).masks([], compiler.words).chains, range(48)))
+    assert len(own.templates) == compiled._MOST_TEMPLATES
+
+    def late() -> None:
+        raise ValueError("llguidance did not compile it within 30 s")
+
+    other = replace(compiler.compile(Grammar.regex("[ab]{3}")), another=late)
+    assert all(FollowedGrammar(other).masks([], compiler.words).chains for _ in range(3)) and len(other.templates) == 1
 
 
 def test_the_last_grammars_that_were_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -84,8 +85,13 @@ def test_grammars_whose_forced_tokens_are_not_asked_for() -> None:
         Grammar.lark('start: "a"'),
         Grammar.json({"type": "integer"}, begin="<", end="1"),
         Grammar.structural_tag([structure], ["<a>"]),
+        Grammar.json(own := {"type": "array", "x-guidance": {"item_separator": ",1*"}}),
+        Grammar.json({"type": "array", "x-guidance": {"whitespace_pattern": "[ 1]*"}}),
+        Grammar.json(json.dumps(own).replace("item", "\\u0069tem")),
+        Grammar.structural_tag([structure | {"schema": own, "end": "</a>"}], ["<a>"]),
     ]
     safe = [
+        Grammar.json({"type": "array", "x-guidance": {"whitespace_flexible": False}}),
         Grammar.json({"type": "integer"}, begin="<", end=">"),
         Grammar.choice(["1"]),
         Grammar.regex("1", begin="<", end="1"),
