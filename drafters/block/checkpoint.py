@@ -110,8 +110,12 @@ def export_block(
         odd = [f"{name} = {value!r}" for name, value in vars(spec).items() if getattr(again, name) != value]
     except (HeadLoadError, HeadMismatchError) as error:
         odd = [str(error)]
-    if spec.own_embed or (spec.own_lm_head and is_whole) or (not is_speculators and _is_deepspec(spec)):
-        odd.append("it has an embedding or an lm_head unlike its target's, or chain or slots of DSpark")
+    no_place = {
+        "an embedding unlike its target's": spec.own_embed,
+        "an lm_head unlike its target's": spec.own_lm_head and is_whole,
+        "a Markov head or slots of DSpark": not is_speculators and _is_deepspec(spec),
+    }
+    odd += [f"it has {what}" for what, is_there in no_place.items() if is_there]
     if odd:
         raise InvalidInputError(f"this head cannot be written in the {layout} layout: {'; '.join(odd)}")
     tensors = {name.replace("codebook.weight", "codebook"): t for name, t in weights.items()}
@@ -226,6 +230,8 @@ def _target_of_files(path: CheckpointPath) -> TargetFacts:
     folder = locate(path)
     with naming(folder):
         config = flattened(read_json(folder / "config.json"))
+        if lookup(config, "vocab_size") is None:
+            raise HeadLoadError("config.json has no vocab_size, as that of transformers' class: give the head's target")
         vocab, hidden = (read(config, key, int).value for key in ("vocab_size", "hidden_size"))
         ids = lookup(config, "target_layer_ids") or lookup(config, "aux_hidden_state_layer_ids")
         least = max(ids) + 2 if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None

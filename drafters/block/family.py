@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import InvalidInputError
-from drafters.base import Head, LazyFacts, OtherReading, Recipe
-from drafters.checkpoints.config_fields import Config, FamilyOptions, HeadReport
-from drafters.checkpoints.tensor_files import CheckpointPath
+from drafters.base import LazyFacts, Recipe
+from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
+from drafters.checkpoints.tensor_files import CheckpointPath, locate, read_json
+from drafters.eagle3.formats import target_named_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,19 +40,9 @@ def describe_head(path: CheckpointPath, options: FamilyOptions) -> HeadReport:
     return describe_block(path)
 
 
-def named_target(config: Config) -> str | None:
-    """None: its config.json names no target."""
-    return None
-
-
 def target_of(path: CheckpointPath) -> str | None:
-    """None, see `named_target`."""
-    return None
-
-
-def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-    """None: the training-time test does not run it."""
-    return ()
+    """The target that config.json names, as speculators and DeepSpec write it. Raises HeadLoadError: no such file."""
+    return target_named_by(read_json(locate(path) / "config.json"))
 
 
 def not_exportable(path: CheckpointPath) -> str | None:

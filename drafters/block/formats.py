@@ -94,12 +94,21 @@ def format_of(config: Config) -> BlockFormat:
         raise HeadLoadError(
             f"config.json says architectures = {kinds!r}: of block-parallel heads {', '.join(FORMATS)} are supported"
         )
-    if config.get("model_type") not in ("qwen3", "muse_glimmer_assistant", None):
-        raise HeadLoadError(
-            f"config.json says model_type = {config['model_type']!r}: block-parallel heads of Qwen3 layers "
-            "(model_type 'qwen3') are supported, for any target"
-        )
+    for kind in (config.get("model_type"), _layer_of(config).get("model_type")):
+        if kind not in ("qwen3", "muse_glimmer_assistant", None):
+            raise HeadLoadError(
+                f"config.json says model_type = {kind!r}: block-parallel heads of Qwen3 layers (model_type 'qwen3') "
+                "are supported, for any target"
+            )
     return found[0]
+
+
+def _layer_of(config: Config) -> Config:
+    """The configuration of its layers, as speculators nests it; {} without one."""
+    layer = config.get(_LAYER) or {}
+    if not isinstance(layer, dict):
+        raise HeadLoadError(f"config.json says {_LAYER} = {layer!r}: allowed is an object")
+    return layer
 
 
 def flattened(config: Config) -> PlacedConfig:
@@ -108,9 +117,9 @@ def flattened(config: Config) -> PlacedConfig:
     Raises:
         HeadLoadError: a key has two values.
     """
-    layer = config.get(_LAYER) or {}
-    flat = {key: value for key, value in {**layer, **config}.items() if key not in (*_NESTED, _LAYER)}
-    origins = {key: f"{_LAYER}.{key}" for key in layer if key not in config}
+    inner = {key: value for key, value in _layer_of(config).items() if config.get(key) is None}
+    flat = {key: value for key, value in {**config, **inner}.items() if key not in (*_NESTED, _LAYER)}
+    origins = {key: f"{_LAYER}.{key}" for key in inner}
     for name in _NESTED:
         for key, value in (config.get(name) or {}).items():
             if flat.get(key, value) != value:
@@ -243,8 +252,8 @@ def _slots(config: Config, written: BlockFormat) -> ResolvedField:
         return ResolvedField("slots", "anchor-first" if flag.value else "fill-in", flag.source)
     if written.slots == "fill-in" and lookup(config, "markov_rank"):
         raise HeadLoadError(
-            f"config.json says architectures = {config['architectures']} with a Markov head: whether slot 0 predicts a "
-            "token is not known of such a head; set sample_from_anchor there, true (as DSpark) or false (as DFlash)"
+            f"a head of {written.name} with a Markov head: whether slot 0 predicts a token is not known of it; set "
+            "sample_from_anchor in config.json, true (as DSpark) or false (as DFlash)"
         )
     return ResolvedField("slots", written.slots, f"architectures: {written.name}")
 

@@ -162,9 +162,10 @@ def settle_k(arm: Configuration, facts: Mapping[str, Options]) -> Configuration:
 def model_name(options: Options, draft: str | None) -> str:
     """The target: as given, or the built-in one of its own head. Raises click.UsageError: a head without target."""
     from specdec.loading.heads import split_draft
+    from specdec.loading.names import BUILTIN_HEADS
 
     given: str | None = options["model"]
-    if given is None and draft is not None and split_draft(draft)[0] not in (None, "auto"):
+    if given is None and draft is not None and split_draft(draft)[0] not in (None, *BUILTIN_HEADS):
         raise click.UsageError(f"the head {draft!r} needs its target: give --model")
     return given or DEFAULT_MODEL
 

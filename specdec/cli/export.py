@@ -129,6 +129,8 @@ def _exported(
     path = _eagle_head(head, target, blocks=layout in ("z-lab", "speculators"))
     if target and family_of(path) is FAMILIES["block"]:
         return _exported_block(path, layout, out, outline_target(target), verifier, dtype)
+    if layout == "z-lab":
+        raise InvalidInputError(f"{head}: --layout z-lab is for block-parallel heads; give speculators or specforge")
     overrides = Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None

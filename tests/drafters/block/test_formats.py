@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Gemma's": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, r"'Gemma4DSparkModel'\]: of block-parallel heads"),
     "no class": ("dflash", {"architectures": None}, "architectures = None: of block-parallel heads"),
     "other layers": ("dflash", {"model_type": "llama"}, "model_type = 'llama': block-parallel heads of Qwen3 layers"),
-    "a Markov head of unknown slots": ("dflash", {"markov_rank": 4}, "set sample_from_anchor there"),
+    "a Markov head of unknown slots": ("dflash", {"markov_rank": 4}, "set sample_from_anchor in config.json"),
     "a selector": ("dflash", {"selector_rank": 8}, "keys that are not understood.*selector_rank = 8"),
     "a convolution": ("dflash", {"conv_kernel_size": 2}, "not understood.*conv_kernel_size = 2"),
     "another shift": ("dflash", {"shift_label": True}, "not understood.*shift_label = True"),

@@ -108,6 +108,15 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "no kind": ({"speculators_model_type": None}, "layout is speculators of type 'dflash3'"),
     "unknown keys": ({"shift_label": 2}, "not understood.*shift_label = 2"),
     "no mask": ({"mask_token_id": None}, "no mask_token_id"),
+    "other layers": (
+        {"transformer_layer_config": {"model_type": "ernie4_5"}},
+        "model_type = 'ernie4_5': block-parallel",
+    ),
+    "layers that are no object": ({"transformer_layer_config": "qwen3"}, "= 'qwen3': allowed is an object"),
+    "slots that nothing tells": (
+        {"architectures": None, "sample_from_anchor": None, "markov_rank": 4},
+        "a head of DFlash, speculators with a Markov head.*set sample_from_anchor",
+    ),
     "a flag that is none": ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal must be bool"),
 }
 
@@ -123,6 +132,15 @@ def test_damaged_configurations_are_refused_by_name(name: str, tmp_path: Path, t
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises((HeadLoadError, HeadMismatchError), match=message):
         wrap(target, str(folder))
+
+
+def test_a_key_without_a_value_is_read_from_the_layers(tmp_path: Path) -> None:
+    stored = FILES / "blocks" / "dflash"
+    config = json.loads((stored / "config.json").read_text())
+    eps = config["transformer_layer_config"]["rms_norm_eps"] = 3e-5
+    (tmp_path / "model.safetensors").write_bytes((stored / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": None}))
+    assert {field.name: field.value for field in describe_block(tmp_path).fields}["rms_norm_eps"] == eps
 
 
 def test_states_after_the_last_layer_are_read_before_the_final_norm(tmp_path: Path, target: LlamaForCausalLM) -> None:

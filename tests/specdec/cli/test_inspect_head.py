@@ -137,6 +137,11 @@ def test_what_decides_nothing_of_a_block(arguments: list[str], message: str, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_the_layout_of_blocks_is_refused_for_other_heads(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="auto: --layout z-lab is for block-parallel heads; give speculators"):
+        run(export, "auto", "--target", "gsm-llama", "--layout", "z-lab", "--out", str(tmp_path / "out"))
+
+
 @pytest.mark.slow
 def test_the_built_in_block_head_drafts_the_same_once_exported(tmp_path: Path) -> None:
     run(export, "block", "--target", "gsm-llama", "--layout", "speculators", "--out", str(tmp_path / "out"))
