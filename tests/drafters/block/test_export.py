@@ -149,7 +149,7 @@ def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
         done = run(folder, *words, "--out", str(tmp_path / "out"))
         assert done.exit_code and "give --layout z-lab or speculators, and --target" in done.output
     done = run("gsm-llama-eagle3", "--layout", "z-lab", "--target", "gsm-llama", "--out", str(tmp_path / "out"))
-    assert done.exit_code and "layout='z-lab': allowed are speculators, specforge" in done.output
+    assert done.exit_code and "--layout z-lab is for block-parallel heads" in done.output
     assert not (tmp_path / "out").exists()
 
 
