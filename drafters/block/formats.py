@@ -267,11 +267,11 @@ def _markov(config: Config, shapes: Shapes) -> list[ResolvedField]:
 
 
 def _confidence(config: Config, shapes: Shapes) -> ResolvedField:
-    """The confidence head's input: its tensors are read and not used."""
+    """The confidence head's input."""
     found = by_presence(config, shapes, "confidence", _CONFIDENCE, "enable_confidence_head")
     tokens = read(config, "confidence_head_with_markov", bool, default=False).value
     kind = None if not found.value else "outputs and tokens" if tokens else "outputs"
-    return ResolvedField("confidence", kind, found.source + ("; it is read and not used" if kind else ""))
+    return ResolvedField("confidence", kind, found.source)
 
 
 def _softcap(config: Config) -> ResolvedField:

@@ -130,6 +130,24 @@ class BlockParallelHead(SharingHead):
         logits, cap = self.read(x) * self.spec.logit_scale, self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def confidence_logits(self, x: Tensor, previous: Tensor) -> Tensor:
+        """Log odds of every draft's acceptance once those before it are accepted; of heads with `spec.confidence`.
+
+        Those of draft k depend on the drafts before k alone, so they may decide whether k is verified.
+
+        Args:
+            x: [..., H] outputs of the drafts' slots. previous: [...] int64 target ids of the tokens before each draft:
+                the bonus token, then drafts.
+
+        Returns:
+            [...] float32.
+
+        Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark (AcceptRatePredictor).
+        """
+        if self.spec.confidence == "outputs and tokens":
+            x = torch.cat((x, self.markov_head.markov_w1(previous)), -1)
+        return self.confidence_head["proj"](x)[..., 0].float()
+
     def draft_loop(self, limits: LoopSize) -> BlockLoop:
         """One pass over the block, and its chain."""
         return BlockLoop(self)

@@ -25,7 +25,7 @@ class BlockSpec(LayerSpec):
         conv_kernel_size: slots that the convolutions around every sublayer read, the slot's own included; 0 without
             convolutions. conv_group_size: channels that share a correction.
         selector_rank: r of the selector, 0 without one; selector_top_k: ids of a slot that it selects from.
-        confidence: input of the confidence head, which is read and not used; None without one.
+        confidence: input of the confidence head, see `BlockParallelHead.confidence_logits`; None without one.
         embedding_scale, logit_scale, logit_softcap: factors on embeddings and logits; logits become c·tanh(logits/c).
     """
 

@@ -136,6 +136,23 @@ def test_logits_are_scaled_then_capped() -> None:
     assert torch.allclose(head.logits(x), 3 * torch.tanh(plain / 6), atol=1e-5)
 
 
+@pytest.mark.parametrize("confidence", ["outputs", "outputs and tokens"])
+def test_confidence_is_that_of_plain_loops(confidence: str) -> None:
+    """Of a head with a gate: the Markov head's embeddings are read as they are, before it."""
+    head = block_head(tiny_llama(), DSPARK, markov="gated", markov_rank=3, confidence=confidence)
+    x, previous = torch.randn(2, 4, 32), torch.tensor([[1, 5, 60, 5], [0, 63, 2, 3]])
+    weight, bias = (w.tolist() for w in head.confidence_head.state_dict().values())
+    found = head.confidence_logits(x, previous)
+    assert found.shape == (2, 4) and found.dtype == torch.float32
+    for row in range(2):
+        for slot in range(4):
+            read = x[row, slot].tolist()
+            if confidence != "outputs":
+                read += head.markov_head.markov_w1.weight[previous[row, slot]].tolist()
+            expected = bias[0] + sum(a * b for a, b in zip(weight[0], read, strict=True))
+            assert float(found[row, slot]) == pytest.approx(expected, abs=1e-4)
+
+
 def test_it_drafts_in_blocks_and_in_no_chain() -> None:
     head = block_head(tiny_llama(), DSPARK)
     assert isinstance(head, BlockHead) and not isinstance(head, ChainHead)

@@ -223,7 +223,16 @@ def test_dspark(kind: str, tmp_path: Path) -> None:
         tokens, _ = model.sample_draft_tokens(
             model.compute_logits(hidden), first_prev_token_ids=ids[:, -1], hidden_states=hidden
         )
+        if config.enable_confidence_head:
+            before = torch.cat((ids[:, -1:], tokens[:, :-1]), 1)
+            right = model.predict_confidence_step(hidden, before if config.confidence_head_with_markov else None)
+            scores.append(right.clone())
+            torch.testing.assert_close(head.confidence_logits(hidden, before), right, rtol=1e-5, atol=1e-5)
         return tokens[0].tolist()
 
-    pairs = compared(saved(model, tmp_path), theirs)
+    folder, scores = saved(model, tmp_path), list[torch.Tensor]()
+    head: Any = wrap(tiny_llama(), folder, max_num_batched_tokens=40).head
+    pairs = compared(folder, theirs)
     assert [ours for ours, _ in pairs] == [right for _, right in pairs]
+    if config.enable_confidence_head:
+        assert torch.cat(scores).std() > 0.05, "they depend on the slot"
