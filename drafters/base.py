@@ -114,6 +114,27 @@ class BlockHead(Head, Protocol):
 
 
 @runtime_checkable
+class RatesDrafts(BlockHead, Protocol):
+    """A block head that can predict whether its drafts are accepted.
+
+    Attributes:
+        has_confidence: whether its checkpoint has the weights for that.
+    """
+
+    has_confidence: bool
+
+    def confidence_logits(self, x: Tensor, previous: Tensor) -> Tensor:
+        """Log odds [..., n] float32 of every draft's acceptance once those before it are accepted.
+
+        Those of draft k depend on the drafts before k alone, so they may decide whether k is verified.
+
+        Args:
+            x: [..., n, H] outputs of the drafts' slots. previous: [..., n] int64 target ids of the tokens before each
+                draft: the bonus token, then drafts.
+        """
+
+
+@runtime_checkable
 class DraftsOnSome(Protocol):
     """A head that reads the target's lm_head, and can draft on a subset of its tokens."""
 

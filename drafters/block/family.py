@@ -65,7 +65,8 @@ def recipe(
 
     target, anchors = facts(), options["num_anchors"]
     spec = new_spec(model, target.vocab_size, longest, options)
-    names = ("num_layers", "intermediate_size", "aux_layers", "block_size", "slots", "mask_token_id", "markov_rank")
+    shape = "num_layers", "intermediate_size", "aux_layers", "block_size", "slots", "mask_token_id"
+    names = (*shape, "markov_rank", "confidence")
     return Recipe(
         aux_layers=spec.aux_layers,
         settings={name: getattr(spec, name) for name in names} | {"kind": options["kind"], "num_anchors": anchors},
@@ -82,10 +83,11 @@ def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Map
     Args:
         longest: sequence that the target is loaded for, in tokens.
         options: kind ("dflash", "dspark"), num_drafts, num_layers; slots (None for the kind's own), mask_token_id (None
-            for V-1), markov_rank (of "dspark"; None for H/4, at most 256), aux_layers and intermediate_size.
+            for V-1), markov_rank (of "dspark"; None for H/4, at most 256), confidence (of "dspark": with a confidence
+            head), aux_layers and intermediate_size.
 
     Raises:
-        InvalidInputError: no head can have this shape, or a plain head is given a rank.
+        InvalidInputError: no head can have this shape, or a plain head is given what DSpark's have.
     """
     from drafters.block.spec import BlockSpec
     from drafters.eagle3.family import new_spec as new_eagle3
@@ -97,6 +99,9 @@ def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Map
     rank = options.get("markov_rank")
     if rank and not dspark:
         raise InvalidInputError(f"markov_rank={rank}: a dflash head has no Markov head; leave it out, or take dspark")
+    rates = options.get("confidence")
+    if rates and not dspark:
+        raise InvalidInputError("confidence=True: a dflash head has no confidence head; leave it out, or take dspark")
     if rank is None:
         rank = min(-(-shared.hidden_size // 4), _MOST_RANK) if dspark else 0
     mask = options.get("mask_token_id")
@@ -108,4 +113,5 @@ def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Map
         mask_token_id=vocab_size - 1 if mask is None else mask,
         markov="vanilla" if dspark else None,
         markov_rank=rank,
+        confidence="outputs and tokens" if rates else None,
     )

@@ -73,7 +73,7 @@ class ConvolvedLayer(PlainLayer):
 
 
 class BlockParallelHead(SharingHead):
-    """A `drafters.base.BlockHead`, and `drafters.checkpoints.config_fields.Reported`."""
+    """A `drafters.base.RatesDrafts`, and `drafters.checkpoints.config_fields.Reported`."""
 
     spec: BlockSpec
 
@@ -93,6 +93,7 @@ class BlockParallelHead(SharingHead):
             self.candidate_selector = Selector(
                 spec.vocab_size, spec.hidden_size, spec.selector_rank, spec.selector_top_k
             )
+        self.has_confidence = spec.confidence is not None
         if spec.confidence:
             width = spec.hidden_size + (spec.markov_rank if spec.confidence == "outputs and tokens" else 0)
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
@@ -131,16 +132,7 @@ class BlockParallelHead(SharingHead):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def confidence_logits(self, x: Tensor, previous: Tensor) -> Tensor:
-        """Log odds of every draft's acceptance once those before it are accepted; of heads with `spec.confidence`.
-
-        Those of draft k depend on the drafts before k alone, so they may decide whether k is verified.
-
-        Args:
-            x: [..., H] outputs of the drafts' slots. previous: [...] int64 target ids of the tokens before each draft:
-                the bonus token, then drafts.
-
-        Returns:
-            [...] float32.
+        """See `RatesDrafts.confidence_logits`; previous tokens are read by their embeddings in the Markov head.
 
         Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark (AcceptRatePredictor).
         """

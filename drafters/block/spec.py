@@ -70,6 +70,11 @@ class BlockSpec(LayerSpec):
                 f"convolutions over {slots} slots with groups of {group} channels: allowed are conv_kernel_size 1 … "
                 f"{self.block_size} and a conv_group_size that divides the hidden size {self.hidden_size}"
             )
+        if self.confidence == "outputs and tokens" and not self.markov:
+            raise InvalidInputError(
+                "a confidence head that reads tokens: it needs a Markov head, whose embeddings of tokens it reads; "
+                "allowed without one is 'outputs'"
+            )
         alone = not self.markov and self.draft_vocab_size == self.vocab_size
         if (rank or top_k) and not (1 <= rank <= self.vocab_size and 1 <= top_k <= self.vocab_size and alone):
             raise InvalidInputError(

@@ -16,22 +16,29 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attention.backends.reference import attend as dense_attend
-from drafters.base import BlockHead
+from drafters.base import BlockHead, RatesDrafts
 from drafters.loops.base import Attend
-from drafters.loops.block.chains import go_along
+from drafters.loops.block.chains import drafting_slots, go_along
 from drafters.training.objective import Batch, BatchLoss
 
 
 class LossWeights(NamedTuple):
-    """Weights of a draft's losses. cross_entropy: with the answer's token. distance: Σ|q - p| from the target's p."""
+    """Weights of a draft's losses.
+
+    Attributes:
+        cross_entropy: with the answer's token. distance: Σ|q - p| from the target's p. confidence: binary cross-entropy
+            of a confidence head with the probability 1 - Σ|q - p|/2 that a draft from q is accepted.
+    """
 
     cross_entropy: float
     distance: float
+    confidence: float = 0.0
 
 
-LOSSES = {"dflash": LossWeights(1.0, 0.0), "dspark": LossWeights(0.1, 0.9)}
+LOSSES = {"dflash": LossWeights(1.0, 0.0), "dspark": LossWeights(0.1, 0.9, 1.0)}
 """By the kind of head."""
 
 
@@ -46,17 +53,17 @@ def chosen_anchors(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
     return positions, scores >= 0
 
 
-def block_logits(
+def block_outputs(
     head: BlockHead, token_ids: Tensor, aux_hidden_states: Tensor, anchors: Tensor, wanted: Tensor
-) -> Tensor:
-    """The logits of drafts behind each anchor, as drafting has them once the drafts before are the wanted ones.
+) -> tuple[Tensor, Tensor]:
+    """Outputs and logits of drafts behind each anchor, as drafting has them once the drafts before are the wanted ones.
 
     Args:
         token_ids, aux_hidden_states: [B, S] int64 and [B, S, A'·Ht], right-padded sequences and their true states.
         anchors: [B, A]. wanted: [B, A, n] tokens that follow, n at most the head's drafts.
 
     Returns:
-        [B, A, n, V]
+        Outputs [B, A, n, H] of the drafts' slots, and logits [B, A, n, V].
     """
     batch_size, length = token_ids.shape
     device = token_ids.device
@@ -67,14 +74,16 @@ def block_logits(
     ids = torch.full_like(positions, head.mask_token_id)
     ids[..., 0] = token_ids.gather(1, anchors)
     x = head.block(ids.flatten(), positions.flatten(), blocks_attend(head, context, positions))
+    x = x.unflatten(0, (-1, head.block_size))
     true, logits = wanted.flatten(0, 1), list[Tensor]()
 
     def forced(slot: int, row: Tensor) -> Tensor:
         logits.append(row)
         return true[:, slot]
 
-    go_along(head, x.unflatten(0, (-1, head.block_size)), ids[..., 0].flatten(), true.shape[1], forced)
-    return torch.stack(logits, 1).unflatten(0, anchors.shape)
+    go_along(head, x, ids[..., 0].flatten(), true.shape[1], forced)
+    own = drafting_slots(head, x, true.shape[1])
+    return own.unflatten(0, anchors.shape), torch.stack(logits, 1).unflatten(0, anchors.shape)
 
 
 def blocks_attend(head: BlockHead, context: list[tuple[Tensor, Tensor]], positions: Tensor) -> Attend:
@@ -136,12 +145,19 @@ def evaluate_blocks(
     rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
     wanted = batch.token_ids[rows, places]
     counted = (batch.answer[rows, places] & inside & real[..., None]).cumprod(-1)
-    scores = block_logits(head, batch.token_ids, aux_hidden_states, anchors, wanted).float()
+    x, scores = block_outputs(head, batch.token_ids, aux_hidden_states, anchors, wanted)
+    scores, rated = scores.float(), None
     losses = weights.cross_entropy * -scores.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
-    if weights.distance:
+    if weights.distance or weights.confidence:
         theirs = logits[rows, places - 1].float().softmax(-1)
-        losses = losses + weights.distance * (scores.softmax(-1) - theirs).abs().sum(-1)
+        distances = (scores.softmax(-1) - theirs).abs().sum(-1)
+        losses = losses + weights.distance * distances
+        if weights.confidence and isinstance(head, RatesDrafts) and head.has_confidence:
+            odds = head.confidence_logits(x, batch.token_ids[rows, places - 1])
+            share = 1 - distances.detach() / 2
+            losses = losses + weights.confidence * F.binary_cross_entropy_with_logits(odds, share, reduction="none")
+            rated = (torch.stack((odds.detach().sigmoid(), share)) * counted).sum((1, 2))
     shares = decay**order * counted
     right = ((scores.argmax(-1) == wanted) * counted).cumprod(-1)
     loss = (shares * losses).sum() / shares.sum().clamp(min=1)
-    return BatchLoss(loss, right.sum((0, 1)), counted.sum((0, 1)))
+    return BatchLoss(loss, right.sum((0, 1)), counted.sum((0, 1)), rated)

@@ -99,11 +99,14 @@ class BatchLoss:
 
     accepted: [steps] chains whose drafts are all right up to and including this step.
     possible: [steps] chains that reach this far inside their answer.
+    rated: [2, steps] float32 sums over these of the head's confidence in a draft, and of the probability that it is
+        accepted once those before it are; None of a head without confidence.
     """
 
     loss: Tensor
     accepted: Tensor
     possible: Tensor
+    rated: Tensor | None = None
 
 
 Objective = Callable[[Any, Batch, Tensor, Tensor, int, float], BatchLoss]

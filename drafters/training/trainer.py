@@ -63,6 +63,8 @@ class TrainingDisplay(LinesOfProgress):
         pays = "" if speedup is None else f", predicted speed-up {speedup(measured.tau):.2f} ×"
         acceptance = f"held-out acceptance {per_draft} (τ {measured.tau:.2f}{pays})"
         line = f"step {measured.step}: loss {measured.loss:.3f}, {acceptance}"
+        if measured.confidence:
+            line += ", confidence/accepted " + " ".join(map("{:.2f}/{:.2f}".format, *measured.confidence))
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -216,7 +218,10 @@ def _measure(config: TrainConfig, score: _Scorer, held_out: AnswerSet, step: int
     head.train()
     accepted = torch.stack([outcome.accepted for outcome in outcomes]).sum(0)
     possible = torch.stack([outcome.possible for outcome in outcomes]).sum(0)
-    return Measurement(step, _finite(loss, step), tuple((accepted / possible.clamp(min=1)).tolist()))
+    shares = (accepted / possible.clamp(min=1)).tolist()
+    rated = [outcome.rated / possible.clamp(min=1) for outcome in outcomes if outcome.rated is not None]
+    confidence = tuple(map(tuple, torch.stack(rated).sum(0).tolist())) if rated else ()
+    return Measurement(step, _finite(loss, step), tuple(shares), confidence=confidence)
 
 
 @torch.no_grad()

@@ -162,6 +162,7 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
 @added((_INTERMEDIATE_SIZE, _AUX_LAYERS))
 @option("--mask-token-id", "Token of slots that wait for a draft. Default: the vocabulary's last.", click.IntRange(0))
 @option("--markov-rank", "Of dspark. Default: a fourth of the target's width, at most 256.", COUNT)
+@flag("--confidence", "Of dspark: also train a confidence head, which predicts whether a draft is accepted.")
 @option("--num-anchors", "Blocks of a sequence in a step.", COUNT, 32)
 @option("--gamma", "Loss weight of draft j+1 is exp(-j/gamma).", click.FloatRange(0, min_open=True), 4.0)
 @option("--steps", default=1500)
@@ -172,7 +173,7 @@ def block(gamma: float, **options: Any) -> None:
     """Train a block-parallel head; the result is OUTPUT/head, in DeepSpec's layout (dspark) or z-lab's (dflash)."""
     options |= {"decay": exp(-1 / gamma), "warmup_steps": options["steps"] // _STEPS_OF_WARMUP}
     shape = ("kind", "slots", "num_layers", "intermediate_size", "aux_layers", "mask_token_id", "markov_rank")
-    _run(options, "block", only(options, (*shape, "num_anchors")))
+    _run(options, "block", only(options, (*shape, "confidence", "num_anchors")))
 
 
 def _run(options: Options, family: str, chosen: Options) -> None:

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from drafters.block.spec import BlockSpec
 from drafters.oracle import block_drafts, oracle_drafts
-from drafters.training.blocks import LOSSES, LossWeights, block_logits, chosen_anchors, evaluate_blocks
+from drafters.training.blocks import LOSSES, LossWeights, block_outputs, chosen_anchors, evaluate_blocks
 from drafters.training.data import AnswerSet, answer_set
 from drafters.training.objective import collate, training_batches
 from drafters.training.state import TrainConfig
@@ -36,7 +37,8 @@ from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
 from tests.drafters.loops.block.test_rounds import made
 
-KINDS = ["dflash", "dspark", "gated", "rnn", "window", "causal window", "fill-in with a chain"]
+KINDS = ["dflash", "dspark", "gated", "rnn", "window", "causal window", "fill-in with a chain", "confidence"]
+CONFIDENCE = "confidence_head.proj"
 LENGTHS, ANSWERS, DECAY = (19, 14, 9), (6, 11, 2), 0.7
 
 
@@ -52,11 +54,12 @@ class Rig:
         self.batch = collate(data, torch.arange(3).numpy(), 1, CPU)
         shape = self.batch.token_ids.shape
         self.aux = torch.randn(*shape, head.spec.aux_size, generator=generator)
+        self.outputs = torch.empty(0)
         self.logits = 3 * torch.randn(*shape, VOCAB, generator=generator)
 
     def drafted(self, row: int, anchor: int) -> tuple[Tensor, list[int]]:
         """Logits [n, V] of the drafts behind an anchor, by the head without a cache, as far as its answer goes, and
-        these tokens. Each draft is replaced by the answer's token."""
+        these tokens. Each draft is replaced by the answer's token; `outputs` [n, H] are those of their slots."""
         ids = self.batch.token_ids[row]
         wanted = ids[anchor + 1 : LENGTHS[row]][: self.steps]
         seen: list[Tensor] = []
@@ -65,7 +68,12 @@ class Rig:
             seen.append(logits[0])
             return ids[position : position + 1]
 
-        block_drafts(self.head, ids[: anchor + 1], self.aux[row, :anchor], len(wanted), choose)
+        def read(x: Tensor) -> Tensor:
+            self.outputs = x
+            return type(self.head).logits(self.head, x)
+
+        with patch.object(self.head, "logits", read):
+            block_drafts(self.head, ids[: anchor + 1], self.aux[row, :anchor], len(wanted), choose)
         return torch.stack(seen), wanted.tolist()
 
 
@@ -76,7 +84,7 @@ def test_logits_are_those_of_drafting_from_the_same_prefix(name: str) -> None:
     anchors, real = chosen_anchors(rig.batch, 8)
     places = (anchors[..., None] + torch.arange(1, rig.steps + 1)).clamp(max=rig.batch.token_ids.shape[1] - 1)
     wanted = rig.batch.token_ids[torch.arange(3)[:, None, None], places]
-    found = block_logits(rig.head, rig.batch.token_ids, rig.aux, anchors, wanted)
+    _, found = block_outputs(rig.head, rig.batch.token_ids, rig.aux, anchors, wanted)
     assert real.sum() == 8 + 2 + 6
     for row, index in real.nonzero().tolist():
         expected, _ = rig.drafted(row, int(anchors[row, index]))
@@ -84,12 +92,15 @@ def test_logits_are_those_of_drafting_from_the_same_prefix(name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 100])
-@pytest.mark.parametrize("weights", [*LOSSES.values(), LossWeights(0.0, 1.0)], ids=["dflash", "dspark", "distance"])
+@pytest.mark.parametrize(
+    "weights", [*LOSSES.values(), LossWeights(0.0, 1.0, 2.0)], ids=["dflash", "dspark", "distance"]
+)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.cases(4)
 def test_losses_and_counts_are_those_of_drafts_made_one_by_one(name: str, weights: LossWeights, count: int) -> None:
     rig = Rig(made(name))
     total, shares, accepted, possible = 0.0, 0.0, [0] * rig.steps, [0] * rig.steps
+    rated = torch.zeros(2, rig.steps)
     anchors, real = chosen_anchors(rig.batch, count)
     for row, index in real.nonzero().tolist():
         anchor = int(anchors[row, index])
@@ -98,6 +109,14 @@ def test_losses_and_counts_are_those_of_drafts_made_one_by_one(name: str, weight
         for j, token in enumerate(wanted):
             q, p = logits[j].softmax(-1), rig.logits[row, anchor + j].softmax(-1)
             loss = -weights.cross_entropy * math.log(q[token]) + weights.distance * float((q - p).abs().sum())
+            if name == "confidence" and weights.confidence:
+                before = int(rig.batch.token_ids[row, anchor + j])
+                read = torch.cat((rig.outputs[j], rig.head.markov_head.markov_w1.weight[before]))
+                weight, bias = rig.head.confidence_head.state_dict().values()
+                sure, share = float((weight[0] @ read + bias).sigmoid()), 1 - float((q - p).abs().sum()) / 2
+                loss -= weights.confidence * (share * math.log(sure) + (1 - share) * math.log(1 - sure))
+                rated[0, j] += sure
+                rated[1, j] += share
             total, shares = total + DECAY**j * loss, shares + DECAY**j
             possible[j] += 1
             accepted[j] += drafts[: j + 1] == wanted[: j + 1]
@@ -106,6 +125,9 @@ def test_losses_and_counts_are_those_of_drafts_made_one_by_one(name: str, weight
     )
     assert found.possible.tolist() == possible and found.accepted.tolist() == accepted
     assert float(found.loss) == pytest.approx(total / shares, rel=1e-4)
+    assert (found.rated is None) == (not rated.any())
+    if found.rated is not None:
+        torch.testing.assert_close(found.rated, rated, rtol=1e-4, atol=1e-4)
 
 
 def test_right_drafts_are_counted() -> None:
@@ -251,6 +273,32 @@ def test_a_killed_run_goes_on_with_the_same_result(
         bench.train(tmp_path / "cut", "dspark", {"num_anchors": 4}, steps=8)
 
 
+@pytest.mark.usefixtures("short_evaluations")
+@pytest.mark.filterwarnings("ignore:.*drafts were accepted")
+def test_a_confidence_head_learns_what_is_accepted(bench: Bench, tmp_path: Path) -> None:
+    """Held out, its mean of each draft comes near the probability of acceptance; its labels teach the rest nothing."""
+    result = bench.train(tmp_path / "run", "dspark", {"confidence": True}, steps=40, held_out_every=10)
+    gaps = [max(abs(c - p) for c, p in zip(*m.confidence, strict=True)) for m in result.history]
+    assert gaps[-1] < min(0.05, gaps[0]) and len(result.history[-1].confidence[0]) == 4
+    assert set(load_file(result.folder / "model.safetensors")) >= {f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias"}
+    config = json.loads((result.folder / "config.json").read_text())
+    assert config["enable_confidence_head"] and config["confidence_head_with_markov"]
+    with wrap(bench.target, str(result.folder), num_speculative_tokens=4) as loaded:
+        found: Any = loaded.head
+        assert found.spec.confidence == "outputs and tokens"
+
+
+def test_labels_of_the_confidence_head_are_constants() -> None:
+    """Without the other losses and with outputs that do not reach it, no weight of the head but its own learns."""
+    rig = Rig(made("confidence"))
+    rig.head.requires_grad_(True)
+    rig.head.confidence_head["proj"].weight.data.zero_()
+    more = {"num_anchors": 8, "weights": LossWeights(0.0, 0.0, 1.0)}
+    evaluate_blocks(rig.head, rig.batch, rig.aux, rig.logits, rig.steps, DECAY, **more).loss.backward()
+    moved = [name for name, p in rig.head.named_parameters() if p.grad is not None and p.grad.any()]
+    assert moved == [f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias"]
+
+
 def same(a: TrainResult, b: TrainResult) -> bool:
     left, right = (load_file(each.folder / "model.safetensors") for each in (a, b))
     return left.keys() == right.keys() and all(torch.equal(t, right[name]) for name, t in left.items())
@@ -295,6 +343,7 @@ def test_a_saved_head_is_the_trained_one(
     ("kind", "shape", "message"),
     [
         ("dflash", {"markov_rank": 4}, "markov_rank=4: a dflash head has no Markov head"),
+        ("dflash", {"confidence": True}, "confidence=True: a dflash head has no confidence head"),
         ("dspark", {"mask_token_id": VOCAB}, f"mask_token_id={VOCAB}: allowed are the embedding's rows"),
         ("dspark", {"aux_layers": (1, 9)}, "aux layers 0 … 3 can be read"),
         ("dspark", {"num_layers": 0}, "num_layers of a block-parallel head must be"),

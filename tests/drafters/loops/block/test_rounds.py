@@ -59,6 +59,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "window": (DSPARK, WINDOWS),
     "causal window": (DSPARK, WINDOWS | {"causal_layers": (0,)}),
     "reduced vocabulary": (DSPARK, {"draft_vocab_size": 32, "confidence": "outputs and tokens"}),
+    "confidence": (DSPARK, {"confidence": "outputs and tokens"}),
     "fill-in with a chain": (DSPARK, {"slots": "fill-in", "aux_layers": (0, 2, FINAL_NORM)}),
 }
 
