@@ -133,6 +133,9 @@ class RatesDrafts(BlockHead, Protocol):
                 draft: the bonus token, then drafts.
         """
 
+    def draft_loop(self, limits: LoopSize, min_confidence: float | None = None) -> DraftLoop[Any, Any]:
+        """See `Head.draft_loop`; `Draft.kept` ends before the first draft of less confidence."""
+
 
 @runtime_checkable
 class DraftsOnSome(Protocol):

@@ -130,8 +130,7 @@ class SpeculativeModel:
             kv_cache_dtype: "auto" (the model's), or "fp8": 8 bits (e4m3), which changes its tokens a little.
             kv_cache_scales: with it, (of keys, of values) of each layer: x / scale is stored. Default the checkpoint's
                 (compressed-tensors, ModelOpt), else 1.0, which clips beyond ±448.
-            recurrent_state_dtype: "float32"; "bfloat16": half the memory, and answers with drafts are no longer those
-                without (docs/targets.md).
+            recurrent_state_dtype: "float32"; "bfloat16": half the memory, drafts change answers (docs/targets.md).
             kv_cache_layout: inside a page, "NHD" or "HND", which changes no token; "auto": HND on Blackwell, else NHD.
             hybrid_kv_cache: beside layers that see all, those with a window or in chunks free pages that they passed.
             enable_prefix_caching: reuse pages of earlier requests with the same first tokens. "auto": if possible;
@@ -155,6 +154,7 @@ class SpeculativeModel:
                 `generate`, and are refused where it has what cannot be served. "ignore": only its eos ids apply.
             sampling: "rejection"; "keyed": K and head change no sampled token either (docs/concepts/exactness.md).
             draft_sampling: how a head drafts for sampled requests: "probabilistic" or "greedy"; answers stay the same.
+            min_confidence: drafts from the first one of less confidence on are not verified (docs/targets.md).
             tensor_parallel_size: N GPUs of this machine (on a CPU, processes) that share the target: docs/parallel.md.
             seed: of requests without one, 64 bits.
             adapter: of peft, by folder or hub name, for a target given by name.

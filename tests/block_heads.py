@@ -55,6 +55,8 @@ def block_head(model: Any, fields: dict[str, Any], seed: int = 1, **changes: Any
             getattr(head, own).weight.mul_(0.1).add_(theirs.detach())
     if spec.markov and spec.markov_rank == spec.vocab_size:
         _guess_right(head, bigram_logits(model)[:, ids])
+    if spec.confidence:
+        head.confidence_head["proj"].bias.fill_(0.1)  # as torch draws it, two heads would differ
     if spec.selector_rank == spec.vocab_size:
         _select_right(head, bigram_logits(model))
     return head

@@ -12,6 +12,7 @@ Source: z-lab/dflash, dflash/model.py; deepseek-ai/DeepSpec, deepspec/modeling/d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from drafters.block.spec import BlockSpec
 from drafters.eagle3.head import CosSin, PlainLayer, SharingHead, norm_of
 from drafters.loops.base import Attend, BlockChain, LoopSize
-from drafters.loops.block.chains import MARKOVS, Independent, Markov, Selector
+from drafters.loops.block.chains import MARKOVS, Independent, Markov, Selector, drafting_slots
 from drafters.loops.block.loop import BlockLoop
 
 
@@ -140,6 +141,15 @@ class BlockParallelHead(SharingHead):
             x = torch.cat((x, self.markov_head.markov_w1(previous)), -1)
         return self.confidence_head["proj"](x)[..., 0].float()
 
-    def draft_loop(self, limits: LoopSize) -> BlockLoop:
-        """One pass over the block, and its chain."""
-        return BlockLoop(self)
+    def num_confident(self, least: float, x: Tensor, bonus: Tensor, drafts: Tensor) -> Tensor:
+        """[R] int64, leading drafts of each row whose confidence is `least` or more.
+
+        x: [R, Q, H] outputs of whole blocks. bonus, drafts: [R] and [R, n] int64 target ids.
+        """
+        own = drafting_slots(self, x, drafts.shape[1])
+        odds = self.confidence_logits(own, torch.cat((bonus[:, None], drafts[:, :-1]), 1))
+        return (odds.sigmoid() >= least).cumprod(1).sum(1)
+
+    def draft_loop(self, limits: LoopSize, min_confidence: float | None = None) -> BlockLoop:
+        """One pass over the block, and its chain; see `RatesDrafts.draft_loop`."""
+        return BlockLoop(self, None if min_confidence is None else partial(self.num_confident, min_confidence))

@@ -64,11 +64,13 @@ class Draft:
         token_ids: [R, n] int64 target-vocabulary ids, n = number of steps made.
         probs: [R, n, Vd] draft distributions; None when every draft is greedy (one-hot q), or q is kept elsewhere.
         replaced: [R, n] bool, drafts that replaced the sampled ones that `probs` describes: their q is one-hot.
+        kept: [R] int64, leading drafts of each row that are to be verified; None where all are.
     """
 
     token_ids: Tensor
     probs: Tensor | None
     replaced: Tensor | None = None
+    kept: Tensor | None = None
 
     @classmethod
     def of(cls, token_ids: Sequence[Tensor], probs: Sequence[Tensor | None]) -> Draft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +75,12 @@ def in_order(draft: Draft | None, round_: DeviceRound) -> Draft | None:
         return draft
     width = round_.logit_index.shape[1] - 1
     return Draft(draft.token_ids.index_select(0, round_.sources)[:, :width].contiguous(), None)
+
+
+def rows_of(draft: Draft, rows: np.ndarray, width: int) -> Draft:
+    """The first `width` drafts of some rows, in their order."""
+    probs = None if draft.probs is None else draft.probs[rows, :width]
+    return Draft(draft.token_ids[rows, :width].contiguous(), probs)
 
 
 def fill_drafts(round_: DeviceRound, draft: Draft | None) -> Tensor:

@@ -8,8 +8,10 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from drafters.loops.base import Draft
+from specdec.acceptance.judge import rows_of
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, ending_tokens
@@ -102,6 +104,8 @@ class Launcher:
         self._table.mark_batch(schedule.rows)  # only now: the arrays are made from places in the last batch
         if loop is not None and last is not None:
             draft = self.executor.draft(device, last.verification.aux_hidden_states)
+            if draft is not None and draft.kept is not None:
+                schedule, target, device, draft = self._cut(schedule, target, device, draft, draft.kept)
         if self._scheduler.guests is not None:
             draft = self._scheduler.guests.join(device, draft)
         return self.launched(schedule, target, device, draft)
@@ -122,10 +126,33 @@ class Launcher:
         schedule = self._scheduler.joined(launched.schedule)
         if len(schedule.rows) == len(launched.schedule.rows):
             return launched
+        return LaunchedRound(schedule, *self._sent_again(schedule), launched.draft)
+
+    def _sent_again(self, schedule: Schedule) -> tuple[TargetArrays, Round]:
+        """A round whose draft loop has run, with other rows or fewer drafts."""
         target = target_arrays(schedule, self._table, self.tables(schedule, self._behind))
         device = self.send(target, schedule.rows, partial(self.executor.send, None))
         self._table.mark_batch(schedule.rows)
-        return LaunchedRound(schedule, target, device, launched.draft)
+        return target, device
+
+    def _cut(
+        self, schedule: Schedule, target: TargetArrays, device: Round, draft: Draft, kept: Tensor
+    ) -> tuple[Schedule, TargetArrays, Round, Draft | None]:
+        """The round with the `kept` [R] leading drafts of the rows that the draft loop drafted for.
+
+        It is sent again if these are fewer: the target reads fewer tokens. Rows that keep none go behind rows
+        with drafts.
+        """
+        self._counters.early_reads += 1
+        counts = schedule.num_drafts.copy()
+        counts[: len(kept)] = np.minimum(counts[: len(kept)], kept.cpu().numpy())
+        if np.array_equal(counts, schedule.num_drafts):
+            return schedule, target, device, draft
+        order = np.argsort(counts == 0, kind="stable")
+        schedule = Schedule(schedule.rows[order], schedule.num_new[order], counts[order], schedule.num_arrived)
+        target, device = self._sent_again(schedule)
+        rows = order[: schedule.num_drafting - schedule.num_arrived]
+        return schedule, target, device, rows_of(draft, rows, target.max_drafts) if len(rows) else None
 
     def is_first_tokens_alone(self, current: VerifyingRound) -> bool:
         """Whether a round, just read, only decided the first tokens of its rows, and no other request needs the device.

@@ -39,7 +39,7 @@ class EngineStats:
         new_tokens: new tokens of finished requests.
         verified: verifications of finished requests.
         emitted: tokens of these verifications.
-        early_reads: rounds that also read from the device before their decision, for grammars and processors.
+        early_reads: reads from the device before a round's decision, for grammars, processors and min_confidence.
     """
 
     rounds: int = 0

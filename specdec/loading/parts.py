@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, GraphBackend
-from drafters.base import BlockHead, Head
+from drafters.base import BlockHead, Head, RatesDrafts
+from drafters.loops.base import AnyLoop
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
 from specdec.import_names import uncollected
@@ -57,7 +58,7 @@ from specdec.rounds.transfer import staging_bytes
 from specdec.selftest.kept import fingerprint, self_test_of
 from specdec.selftest.selftest import self_test_head
 from specdec.user_warnings import busy_cores, warn_user
-from specdec.values import without
+from specdec.values import without, wrong
 from specdec.wrapped.group import Group
 from specdec.wrapped.linears import why_plain
 from specdec.wrapped.long_rope import find_long_rope
@@ -220,7 +221,7 @@ def _sized(
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, pools, extras, options, head)
-    loop = None if head is None else head.draft_loop(loop_limits(config))
+    loop = _draft_loop(head, config, options, graphs, lookup)
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True
     config = replace(config, enable_prefix_caching=prefix_caching == "on", keep_prefixes=kept)
@@ -246,6 +247,26 @@ def _sized(
         first.bytes + windowed + states,
         group_of_states,
     )
+
+
+def _draft_loop(
+    head: Head | None, config: EngineConfig, options: LoadOptions, graphs: bool, lookup: bool
+) -> AnyLoop | None:
+    """The head's draft loop. Raises InvalidInputError: it or its rounds cannot end verifications by confidence."""
+    limits, least = loop_limits(config), options.min_confidence
+    if least is None:
+        return None if head is None else head.draft_loop(limits)
+    if not isinstance(head, RatesDrafts) or not head.has_confidence:
+        raise wrong("min_confidence", least, "only DSpark heads with a confidence head have any; leave it out")
+    for stands, reason in (
+        (graphs, "rounds from CUDA graphs do not end verifications yet; give cuda_graphs=False"),
+        (lookup, "drafts by lookup have no confidence; leave one of the two out"),
+        (options.tensor_parallel_size > 1, "processes might end them at other drafts; give tensor_parallel_size=1"),
+        (not limits.drafts, "num_speculative_tokens=0 leaves no drafts; leave one of the two out"),
+    ):
+        if stands:
+            raise wrong("min_confidence", least, reason)
+    return head.draft_loop(limits, least)
 
 
 def _config(

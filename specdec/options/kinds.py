@@ -16,6 +16,7 @@ from specdec.values import (
     choice,
     flag,
     listed,
+    number,
     refuse,
     scale_pairs,
     share,
@@ -59,6 +60,12 @@ class Fraction(Kind):
     """A number in (0, 1]."""
 
     read = staticmethod(share)
+
+
+class Below1(Kind):
+    """A number in [0, 1)."""
+
+    read = staticmethod(number("0 or more, less than 1", lambda x: 0 <= x < 1))
 
 
 class Flag(Kind):

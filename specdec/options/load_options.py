@@ -27,7 +27,20 @@ from specdec.config import (
     STATE_DTYPES,
 )
 from specdec.errors import InvalidInputError
-from specdec.options.kinds import Choice, Flag, Fraction, Kind, Name, OrAuto, Overrides, Scales, Switch, Tokens, Whole
+from specdec.options.kinds import (
+    Below1,
+    Choice,
+    Flag,
+    Fraction,
+    Kind,
+    Name,
+    OrAuto,
+    Overrides,
+    Scales,
+    Switch,
+    Tokens,
+    Whole,
+)
 from specdec.values import Fields, Options, P, R, only_known, read_options, unknown
 
 if TYPE_CHECKING:
@@ -190,6 +203,12 @@ class LoadOptions:
         Choice(DRAFT_SAMPLING),
         "Drafts of sampled requests: drawn from the head's distribution (with keyed sampling by the noise of their "
         "positions), or its most probable token (greedy).",
+        _NO_TRAINING,
+    )
+    min_confidence: float | None = _option(
+        None,
+        Below1(),
+        "Drafts from the first one of less confidence on are not verified.",
         _NO_TRAINING,
     )
     tensor_parallel_size: int = _option(

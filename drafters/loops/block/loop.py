@@ -8,7 +8,8 @@ cache keeps context alone, and a context entry depends on no token after its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -60,7 +61,9 @@ class BlockLoop:
     num_following = 1
     """Context depends on no following token; the least that the prefix cache knows is 1."""
 
-    def __init__(self, head: BlockHead) -> None:
+    def __init__(self, head: BlockHead, keep: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> None:
+        """keep: makes `Draft.kept` from the outputs [R, Q, H], the bonus tokens [R] and the drafts [R, n]."""
+        self._keep = keep
         self.section = BlockSection(head.block_size)
         self._head = head
 
@@ -85,7 +88,9 @@ class BlockLoop:
             return Draft(inputs.token_ids.new_empty(0, 0), None)
         attend = partial(runner.attend, runner.plan(inputs.metadata))
         x = head.block(inputs.token_ids, inputs.metadata.positions, attend).unflatten(0, (-1, head.block_size))
-        return drafts_along(head, x, inputs.token_ids[:: head.block_size], inputs.num_drafts, choose)
+        bonus = inputs.token_ids[:: head.block_size]
+        draft = drafts_along(head, x, bonus, inputs.num_drafts, choose)
+        return draft if self._keep is None else replace(draft, kept=self._keep(x, bonus, draft.token_ids))
 
     def fixed_form(
         self, runner: GroupRunner, aux: Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
