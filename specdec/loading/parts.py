@@ -221,7 +221,7 @@ def _sized(
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, pools, extras, options, head)
-    loop = _draft_loop(head, config, options, graphs, lookup)
+    loop = chosen_loop(head, config, options, graphs, lookup)
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, bool(probed.recurrent_calls))
     kept = options.enable_prefix_caching is True
     config = replace(config, enable_prefix_caching=prefix_caching == "on", keep_prefixes=kept)
@@ -249,7 +249,7 @@ def _sized(
     )
 
 
-def _draft_loop(
+def chosen_loop(
     head: Head | None, config: EngineConfig, options: LoadOptions, graphs: bool, lookup: bool
 ) -> AnyLoop | None:
     """The head's draft loop. Raises InvalidInputError: it or its rounds cannot end verifications by confidence."""

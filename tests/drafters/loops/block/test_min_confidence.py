@@ -181,7 +181,7 @@ def test_graphs_and_several_processes_are_refused_by_name() -> None:
             (False, "tensor_parallel_size=1"),
         ):
             with pytest.raises(InvalidInputError, match=message):
-                parts._draft_loop(head, config, options, graphs, False)  # type: ignore[arg-type]
+                parts.chosen_loop(head, config, options, graphs, False)  # type: ignore[arg-type]
 
 
 def by_the_draft(head: Any, least: float, x: Tensor, bonus: Tensor, drafts: Tensor) -> Tensor:

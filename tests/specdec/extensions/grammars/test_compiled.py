@@ -46,7 +46,7 @@ def test_masks_near_a_limit_are_those_of_other_slices(limits: dict[str, Any], mo
 
 def test_requests_of_a_grammar_copy_several_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of one take turns at its lock. One that compiles slowly has one, and texts behind a marker make none."""
-    monkeypatch.setattr(compiled, "_MOST_TEMPLATES", 3)
+    monkeypatch.setattr(compiled, "MOST_TEMPLATES", 3)
     compiler = compiled.GrammarCompiler(tokenizer(), 64, END)
     for seconds, count in ((100.0, 3), (0.0, 1)):
         monkeypatch.setattr(compiled, "_QUICK_SECONDS", seconds)
@@ -68,7 +68,7 @@ def test_many_threads_make_no_more_templates_and_an_error_is_no_request_s(monkey
     own = compiler.compile(Grammar.regex("[ab]{3}"))
     with ThreadPoolExecutor(24) as pool:
         assert all(pool.map(lambda _: FollowedGrammar(own).masks([], compiler.words).chains, range(48)))
-    assert len(own.templates) == compiled._MOST_TEMPLATES
+    assert len(own.templates) == compiled.MOST_TEMPLATES
 
     def late() -> None:
         raise ValueError("llguidance did not compile it within 30 s")
