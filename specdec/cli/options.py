@@ -12,7 +12,7 @@ import click
 
 from specdec.errors import InvalidInputError
 from specdec.loading.names import draft_name, model_name
-from specdec.options.kinds import Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
+from specdec.options.kinds import Below1, Choice, Flag, Fraction, Kind, Overrides, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
 from specdec.values import MOST_COUNT, Options, only, without
 
@@ -149,6 +149,8 @@ def _click_type(kind: Kind) -> click.ParamType | type[str]:
         return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
     if isinstance(kind, Fraction):
         return click.FloatRange(0, 1, min_open=True)
+    if isinstance(kind, Below1):
+        return click.FloatRange(0, 1, max_open=True)
     return click.Choice(list(kind.words)) if isinstance(kind, Choice) else str
 
 

@@ -17,7 +17,7 @@ from evals.runs.conversations import ModelSpec, Worker
 from specdec.cli.main import cli
 from specdec.cli.options import offered
 from specdec.errors import InvalidInputError
-from specdec.options.kinds import Choice, Flag, Fraction, Overrides, Scales, Switch, Whole
+from specdec.options.kinds import Below1, Choice, Flag, Fraction, Overrides, Scales, Switch, Whole
 from specdec.options.load_options import LoadOptions, option_of
 
 FIELDS = {each.name: each for each in fields(LoadOptions)}
@@ -40,7 +40,7 @@ def word(each: Field[Any]) -> str | None:
         return "7"
     if isinstance(kind, Overrides):
         return "rope_theta=5.5;feedback=post_norm"
-    return "0.5" if isinstance(kind, Fraction) else "0.5:0.25;2:4" if isinstance(kind, Scales) else "abc"
+    return "0.5" if isinstance(kind, (Fraction, Below1)) else "0.5:0.25;2:4" if isinstance(kind, Scales) else "abc"
 
 
 def value(each: Field[Any]) -> Any:

@@ -59,6 +59,12 @@ def answer(prompt: list[int], new: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class Drafts(np.ndarray):
+    """[R, n] tokens, none of which is left out for its confidence."""
+
+    kept = None
+
+
 class Wrong(AssertionError):
     """A slot was read that does not hold what it should."""
 
@@ -194,7 +200,7 @@ class HashDevice:
             for m in range(self._modules):
                 places = np.arange(max(length - 1 - m, 0), length - 1 + max(n - 1, 0))
                 self._head[m][rows.block_table[i, places // SIZE], places % SIZE] = UNKNOWN
-        return found
+        return found.view(Drafts)
 
     def _slots(
         self, pool: np.ndarray, table: np.ndarray, what: str, first: int, last: int, right: np.ndarray, seen: int = 0
