@@ -138,10 +138,14 @@ def saved(model: Any, folder: Path) -> str:
     return str(folder)
 
 
-def compared(folder: str, theirs: Any) -> list[tuple[list[int], list[int]]]:
+def loaded(folder: str, block_size: int) -> Any:
+    """The head with its target, with room for three blocks; the longest prompt comes in chunks where they are short."""
+    return wrap(tiny_llama(), folder, max_num_batched_tokens=max(24, 3 * (block_size + 1)))
+
+
+def compared(wrapped: Any, theirs: Any) -> list[tuple[list[int], list[int]]]:
     """(our drafts, theirs) of every round; theirs: of ids up to the bonus token and the target's states before it."""
     target, found = tiny_llama(), []
-    wrapped = wrap(target, folder, max_num_batched_tokens=40)
     for prompt, completion in zip(PROMPTS, wrapped.generate(PROMPTS, GREEDY), strict=True):
         assert completion.token_ids == hf_greedy(prompt, 16)
         ids = torch.tensor([prompt + completion.token_ids])
@@ -176,7 +180,7 @@ def test_dflash(name: str, kind: str, tmp_path: Path) -> None:
             return model.propose(hidden[:, 1:], ids[:, -1], target.lm_head, 0.0)[0][0].tolist()
         return model.compute_logits(hidden[:, 1:], target.lm_head)[0].argmax(-1).tolist()
 
-    pairs = compared(saved(model, tmp_path), theirs)
+    pairs = compared(loaded(saved(model, tmp_path), model.block_size), theirs)
     assert [ours for ours, _ in pairs] == [right for _, right in pairs]
 
 
@@ -230,9 +234,9 @@ def test_dspark(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(head.confidence_logits(hidden, before), right, rtol=1e-5, atol=1e-5)
         return tokens[0].tolist()
 
-    folder, scores = saved(model, tmp_path), list[torch.Tensor]()
-    head: Any = wrap(tiny_llama(), folder, max_num_batched_tokens=40).head
-    pairs = compared(folder, theirs)
+    wrapped, scores = loaded(saved(model, tmp_path), model.block_size), list[torch.Tensor]()
+    head = wrapped.head
+    pairs = compared(wrapped, theirs)
     assert [ours for ours, _ in pairs] == [right for _, right in pairs]
     if config.enable_confidence_head:
         assert torch.cat(scores).std() > 0.05, "they depend on the slot"
