@@ -323,16 +323,23 @@ def mtp_head(target: PreTrainedModel) -> MtpHead:
     return head
 
 
+def _sizes(config: PreTrainedConfig) -> dict[str, int]:
+    """Of a head that is as wide as its target."""
+    return {
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+
+
 def eagle3_spec(config: PreTrainedConfig) -> Eagle3Spec:
     """A head of the target's own sizes, on a draft vocabulary of DRAFT_VOCAB."""
     return Eagle3Spec(
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
+        **_sizes(config),
         draft_vocab_size=DRAFT_VOCAB,
         aux_layers=default_aux_layers(config.num_hidden_layers),
     )
@@ -342,13 +349,7 @@ def block_head(target: PreTrainedModel, config: PreTrainedConfig, kind: dict[str
     """A head of the target's own sizes; kind: see BLOCKS."""
     last = config.num_hidden_layers - 3
     spec = BlockSpec(
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
+        **_sizes(config),
         draft_vocab_size=config.vocab_size,
         aux_layers=tuple(1 + round(i * last / 5) for i in range(1, 6)),
         qk_norm=True,
