@@ -272,7 +272,7 @@ class GrammarCompiler:
         not used again: llguidance rolls drafts back afterwards, and a matcher that was rolled back over a token given
         by its id (`<[id]>`) returns wrong masks from then on.
 
-        can_loop: whether one of their grammars can; else they are filled by the caller's thread, 0.2 ms sooner.
+        can_loop: whether one of their grammars can; else they are filled by the caller's thread.
 
         Returns:
             Whether llguidance returned within `FILL_SECONDS`; else the matchers are lost, and masks unfinished.

@@ -43,8 +43,14 @@ class GrammarThread:
             else:
                 outcome.set_result(None)
 
-    def returns(self, call: Callable[[GrammarThread], None], seconds: float) -> bool:
-        """Run a call that releases the GIL; False where it has not returned by then: the worker is lost with it."""
+    def returns(self, call: Callable[[GrammarThread], None], seconds: float | None) -> bool:
+        """Run a call that releases the GIL; False where it has not returned by then: the worker is lost with it.
+
+        seconds None: the caller's thread makes the call, however long it takes.
+        """
+        if seconds is None:
+            call(self)
+            return True
         outcome: Future[None] = Future()
         self._calls.put((call, outcome))
         for _ in range(2):  # in halves: a process that was stopped for a while gets the second
@@ -67,21 +73,14 @@ class GrammarThreads:
         self._idle: dict[int, list[GrammarThread]] = {}
 
     def returns(self, call: Callable[[GrammarThread], None], seconds: float | None) -> bool:
-        """See `GrammarThread.returns`; seconds None: by the caller's thread, however long it takes.
-
-        No call waits for another: compiling may take longer than masks may.
-        """
+        """See `GrammarThread.returns`. No call waits for another: compiling may take longer than masks may."""
         idle = self._idle.setdefault(os.getpid(), [])  # a forked process has none of its parent's threads
         try:
             worker = idle.pop()
         except IndexError:
             worker = GrammarThread(self._lib)
         try:
-            if seconds is None:
-                call(worker)
-                returned = True
-            else:
-                returned = worker.returns(call, seconds)
+            returned = worker.returns(call, seconds)
         except Exception:  # of the call, which is over
             idle.append(worker)
             raise
