@@ -32,18 +32,21 @@ SAMPLING = replace(HOT, samples=SAMPLES)
 
 
 @contextmanager
-def built_in(draft_sampling: str, defect: str = "", backend: str = "flashinfer") -> Iterator[SpeculativeModel]:
+def built_in(
+    draft_sampling: str, defect: str = "", backend: str = "flashinfer", draft: str = "auto", sampling: str = "rejection"
+) -> Iterator[SpeculativeModel]:
     with (
         planted(defect),
         SpeculativeModel.from_pretrained(
             "gsm-llama",
-            "auto",
-            num_speculative_tokens=3,
+            draft,
+            num_speculative_tokens=7 if draft == "block" else 3,
             max_num_seqs=64,
             max_model_len=256,
             dtype=torch.float16,
             backend=backend,
             draft_sampling=draft_sampling,
+            sampling=sampling,
         ) as model,
     ):
         assert isinstance(model.engine.executor, GraphExecutor)
@@ -65,11 +68,12 @@ def drawn(model: SpeculativeModel, places: tuple[Place, ...], arm: Configuration
     return [sample(model, place.prompt, arm, SAMPLING, place.question_id) for place in places]
 
 
-def fit(draft_sampling: str, defect: str = "", backend: str = "flashinfer") -> ConfigurationFit:
+def fit(draft_sampling: str, defect: str = "", backend: str = "flashinfer", **head: str) -> ConfigurationFit:
     places, nodes, baseline = alone()
-    with built_in(draft_sampling, defect, backend) as model:
-        found = drawn(model, places, SPECULATIVE)
-    return against(SPECULATIVE, baseline, found, nodes)
+    arm = Configuration("K=7", 7) if head else SPECULATIVE
+    with built_in(draft_sampling, defect, backend, **head) as model:
+        found = drawn(model, places, arm)
+    return against(arm, baseline, found, nodes)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "batch_invariant"])
@@ -78,6 +82,13 @@ def test_sampled_rounds_have_the_distribution_of_the_target_alone(draft_sampling
     found = fit(draft_sampling, backend=backend)
     assert found.verdict is Verdict.PASS, found
     assert found.degrees >= 20 and 0.2 < found.accepted / found.drafts < 0.8
+
+
+@pytest.mark.parametrize("sampling", ["rejection", "keyed"])
+def test_rounds_of_the_block_head_have_the_distribution_too(sampling: str) -> None:
+    found = fit("probabilistic", draft="block", sampling=sampling)
+    assert found.verdict is Verdict.PASS, found
+    assert found.degrees >= 20 and 0.05 < found.accepted / found.drafts < 0.8
 
 
 @pytest.mark.parametrize("draft_sampling", DRAWN)
@@ -91,9 +102,10 @@ def test_the_evaluation_passes(draft_sampling: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft_sampling", "defect"),
-    [(mode, name) for mode in DRAWN for name in DEFECTS if mode == "probabilistic" or name not in OF_Q],
+    ("draft_sampling", "defect", "head"),
+    [(mode, name, {}) for mode in DRAWN for name in DEFECTS if mode == "probabilistic" or name not in OF_Q]
+    + [("probabilistic", "residual without q", {"draft": "block"})],
 )
-def test_planted_defects_are_seen(draft_sampling: str, defect: str) -> None:
-    found = fit(draft_sampling, defect)
+def test_planted_defects_are_seen(draft_sampling: str, defect: str, head: dict[str, str]) -> None:
+    found = fit(draft_sampling, defect, **head)
     assert found.verdict is Verdict.FAIL, found
