@@ -31,12 +31,10 @@ import triton.language as tl
 from attention.kernels.launch import wait_for_predecessor
 from attention.kernels.tiles import load_float, load_where, sum_where
 from attention.recurrence.kernel_rows import (
-    CHUNK,
     Inputs,
     chunk_of_row,
     chunks_of_row,
     facts_of_row,
-    most_chunks,
     precision_of,
     row_of_chunk,
     row_tokens,
@@ -47,7 +45,25 @@ from attention.recurrence.kernel_rows import (
 )
 from attention.recurrence.tokens_kernel import replayed
 
-_BLOCK_DV, _SCAN_BLOCK_DV, _WARPS = 32, 64, 8
+CHUNK, _SCAN_CHUNK, _SCAN_BLOCK_DV = 32, 64, 64
+_PREPARE_WARPS = 2
+"""Tokens of a chunk, and warps, that were the fastest of 22 and 23 on an H200 (heads of Qwen3-Next, 8,192 tokens)."""
+_MANY_UNITS = 96
+
+
+def delta_tiling(units: int, width: int, roomy: bool) -> tuple[int, int, int]:
+    """Rows of a program's part of the state [width, K], its warps and pipeline stages, for `units`: rows of the launch
+    times heads. roomy: whether shared memory holds two chunks of a state of 128 rows.
+
+    Chunks follow one another, so few rows are faster in small parts: more programs run at once. Many rows are faster
+    in whole states, as each part reads all keys.
+
+    >>> delta_tiling(512, 128, True), delta_tiling(32, 128, True), delta_tiling(512, 16, True)
+    ((128, 8, 2), (32, 4, 1), (16, 4, 1))
+    """
+    if roomy and units >= _MANY_UNITS and width % 128 == 0:
+        return 128, 8, 2
+    return min(32, width), 4, 1
 
 
 def warps_of(block: int, width: int) -> int:
@@ -277,28 +293,28 @@ def launch_chunks(call: Inputs, least_tokens: int) -> None:
     """The rows with at least `least_tokens` tokens; others stay as they are."""
     tokens, heads, dim_v = call.v.shape
     dim_k, count = call.k.shape[2], len(call.rows.slots)
-    width_v, vector = max(16, triton.next_power_of_2(dim_v)), call.g.dim() == 3
+    width_v, vector, precision = max(16, triton.next_power_of_2(dim_v)), call.g.dim() == 3, precision_of(call.v.dtype)
     constants = call.constants | {
         "VECTOR_GATE": vector,
         "NORMALIZE": call.normalize,
-        "PRECISION": precision_of(call.v.dtype),
-        "CHUNK": CHUNK,
+        "PRECISION": precision,
+        "CHUNK": CHUNK if call.delta else _SCAN_CHUNK,
     }
     solved, block = (call.v,) * 3, min(_SCAN_BLOCK_DV, width_v)
-    warps = warps_of(block, constants["WIDTH_K"])
+    warps, staged = warps_of(block, constants["WIDTH_K"]), stages(call.v.device, constants["WIDTH_K"])
     if call.delta:
-        block, warps = min(_BLOCK_DV, width_v), _WARPS
+        small = precision == "tf32" and not vector  # what a program holds
+        units = heads * max(1, tokens // call.rows.max_query_len)
+        block, warps, staged = delta_tiling(units, width_v, small and staged == 2)
         make = partial(torch.empty, dtype=torch.float32, device=call.v.device)
         solved = (make(tokens, heads, dim_k), make(tokens, heads, dim_v), make(tokens, heads, CHUNK))
-        _prepare_kernel[(most_chunks(tokens, count), heads)](
+        _prepare_kernel[(tokens // CHUNK + 2 * count, heads)](  # at most so many chunks
             *call.tensors, *solved, call.rows.query_start_loc, call.rows.num_new, call.scale, count, least_tokens,
-            *call.strides, BLOCK_V=min(64, width_v), ROWS=triton.next_power_of_2(count), num_warps=warps, num_stages=1,
-            **constants,
+            *call.strides, BLOCK_V=min(64, width_v), ROWS=triton.next_power_of_2(count),
+            num_warps=_PREPARE_WARPS if small else 2 * _PREPARE_WARPS, num_stages=1, **constants,
         )  # fmt: skip
-    # one stage where gates have all dimensions: they take as much shared memory again
     _chunks_kernel[(triton.cdiv(dim_v, block), heads, count)](
         *call.tensors, *solved, call.v if call.skip is None else call.skip, call.out, call.state, *call.ring,
         *call.rows.arrays, call.scale, least_tokens, *call.strides, BLOCK_DV=block, DELTA=call.delta,
-        HAS_SKIP=call.skip is not None, num_warps=warps,
-        num_stages=1 if vector else stages(call.v.device, constants["WIDTH_K"]), **constants,
+        HAS_SKIP=call.skip is not None, num_warps=warps, num_stages=staged, **constants,
     )  # fmt: skip

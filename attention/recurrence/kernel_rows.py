@@ -193,9 +193,6 @@ def times(S, x):  # type: ignore[no-untyped-def]
     return tl.sum(tl.sum(S * x, 0, keep_dims=True), 2, keep_dims=True)
 
 
-CHUNK = 64
-
-
 def precision_of(dtype: torch.dtype) -> str:
     """How matmuls of float32 states are computed: as float32 on tensor cores (three products of TF32 each) where the
     inputs have as many bits, else in TF32, which has more bits than half precision."""
@@ -210,11 +207,6 @@ def stages(device: torch.device, width: int) -> int:
         return 1
     bytes_ = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on ROCm
     return 2 if bytes_ >= 225_000 and width <= 128 else 1
-
-
-def most_chunks(tokens: int, rows: int) -> int:
-    """An upper bound of the number of chunks of all rows."""
-    return tokens // CHUNK + 2 * rows
 
 
 @triton.jit
@@ -255,10 +247,10 @@ def square(SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(I + L)⁻¹ of a strictly lower triangular L [SIZE, SIZE] float32, SIZE at most 64.
+    """(I + L)⁻¹ of a strictly lower triangular L [SIZE, SIZE] float32, SIZE at most 32.
 
-    The blocks of 16 on the diagonal by forward substitution, all of them at once; then, with D their inverses and M = D
-    times the rest, (I + M)⁻¹ D, in which M⁴ = 0. Powers of L itself would grow beyond float32 before they vanish.
+    The blocks of 16 on the diagonal by forward substitution, both at once; then, with D their inverses and R the rest,
+    D - D R D. Powers of L would grow beyond float32 before they vanish.
     """
     i, j = square(SIZE)  # [SIZE, 1], [1, SIZE]
     in_block = i // 16 == j // 16  # [SIZE, SIZE]
@@ -268,11 +260,9 @@ def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
         row = sum_where(inverse, here)  # [SIZE] row r of every block, side by side
         row += tl.sum(row[:, None] * inverse, 0)
         inverse = tl.where(here & in_block, row[None, :], inverse)
-    one = (i == j).to(tl.float32)  # [SIZE, SIZE]
-    inverse += one
-    M = tl.dot(inverse, tl.where(in_block, 0.0, L), input_precision="tf32x3")
-    twice = tl.dot(M, M, input_precision="tf32x3")
-    return tl.dot(one - M, tl.dot(one + twice, inverse, input_precision="tf32x3"), input_precision="tf32x3")
+    inverse += (i == j).to(tl.float32)
+    below = tl.dot(tl.where(in_block, 0.0, L), inverse, input_precision="tf32x3")
+    return inverse - tl.dot(inverse, below, input_precision="tf32x3")
 
 
 @triton.jit

@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from attention.recurrence.kernel_rows import CHUNK, chunk_of_row, chunks_of_row, row_of_chunk, unit_lower_inverse
+from attention.recurrence.chunks_kernel import CHUNK
+from attention.recurrence.kernel_rows import chunk_of_row, chunks_of_row, row_of_chunk, unit_lower_inverse
 from tests.attention.recurrence.recurrence_cases import LONG, close
 from tests.attention.recurrence.token_by_token import StateRows
 
@@ -27,7 +28,7 @@ def _inverse_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-unty
 
 @pytest.mark.parametrize("kind", ["random", "equal keys"])
 def test_inverse(kind: str) -> None:
-    """Of equal keys without decay the powers of L grow to 10¹⁷, its inverse has but 1 and -1."""
+    """Of equal keys without decay the powers of L grow to 10⁸, its inverse has but 1 and -1."""
     torch.manual_seed(0)
     L = (torch.randn(CHUNK, CHUNK) * 0.3 if kind == "random" else torch.ones(CHUNK, CHUNK)).tril(-1)
     out = torch.empty_like(L)
@@ -53,7 +54,7 @@ def test_chunks_of_rows() -> None:
     """Every token of a long row is in one chunk, and none of them on both sides of the last committed token."""
     rows = StateRows.of(LONG)
     out = torch.full((10, 3), -1, dtype=torch.int32)
-    _cut_kernel[(10,)](rows.query_start_loc, rows.num_new, out, len(LONG), ROWS=4, CHUNK=CHUNK)
+    _cut_kernel[(10,)](rows.query_start_loc, rows.num_new, out, len(LONG), ROWS=4, CHUNK=64)
     expected = [[0, 0, 64], [0, 64, 70], [2, 0, 1], [2, 1, 65], [2, 65, 67], [3, 0, 18], [3, 18, 20]]
     assert out.tolist() == expected + [[4, -1, -1]] * 3
 
@@ -62,5 +63,5 @@ def test_a_row_commits_no_more_tokens_than_it_has() -> None:
     """And one of just so many tokens as there must be has chunks."""
     rows = StateRows.of([(20, 1, 0, 0, 99), (17, 2, 0, 0, 17), (16, 3, 0, 0, 16)])
     out = torch.full((4, 3), -1, dtype=torch.int32)
-    _cut_kernel[(4,)](rows.query_start_loc, rows.num_new, out, 3, ROWS=4, CHUNK=CHUNK)
+    _cut_kernel[(4,)](rows.query_start_loc, rows.num_new, out, 3, ROWS=4, CHUNK=64)
     assert out.tolist() == [[0, 0, 20], [1, 0, 17], [3, -1, -1], [3, -1, -1]]

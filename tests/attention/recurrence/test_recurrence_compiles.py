@@ -44,7 +44,7 @@ delta = common | {"HEADS": 32, "KEY_HEADS": 16, "DIM_K": 128, "DIM_V": 128, "WID
 delta |= {"NORMALIZE": True, "DELTA": True, "HAS_SKIP": False}
 ssd = common | {"HEADS": 128, "KEY_HEADS": 8, "DIM_V": 64, "DIM_K": 128, "WIDTH_K": 128, "HAS_SKIP": True}
 ssd |= {"NORMALIZE": False, "DELTA": False, "VECTOR_GATE": False}
-chunk = {"CHUNK": 64, "PRECISION": "tf32"}
+chunk = {"CHUNK": chunks_kernel.CHUNK, "PRECISION": "tf32"}
 told = {what: {} for what in ("tokens", "scans", "delta chunks", "delta short")}
 found = told["tokens"]
 for units in (32, 1024):
@@ -62,11 +62,16 @@ for one, (block, channels) in ((True, conv._SHORT), (False, conv._LONG)):
     sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
     sizes |= {"ONE_BLOCK": one, "BLOCK_T": block, "BLOCK_C": channels}
     found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
-found["ssd chunks"] = compiled(chunks_kernel._chunks_kernel, ssd | chunk | {"BLOCK_DV": 64}, stages=2)
+found["ssd chunks"] = compiled(chunks_kernel._chunks_kernel, ssd | chunk | {"BLOCK_DV": 64, "CHUNK": 64}, stages=2)
 found = told["delta chunks"]
 own = delta | chunk | {"VECTOR_GATE": False}
-found["prepare"] = compiled(chunks_kernel._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
-found["pass"] = compiled(chunks_kernel._chunks_kernel, own | {"BLOCK_DV": 32}, stages=2)
+found["prepare"] = compiled(chunks_kernel._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32}, 2)
+for units in (32, 1024):
+    block, *options = chunks_kernel.delta_tiling(units, 128, True)
+    found[f"pass {units}"] = compiled(chunks_kernel._chunks_kernel, own | {"BLOCK_DV": block}, *options)
+exact = own | {"BLOCK_DV": 32, "BLOCK_V": 64, "ROWS": 32, "PRECISION": "tf32x3", "VECTOR_GATE": True}
+found["prepare exact"] = compiled(chunks_kernel._prepare_kernel, exact, 4)
+found["pass exact"] = compiled(chunks_kernel._chunks_kernel, exact, 4)
 found = told["delta short"]
 own = delta | {"AS_GIVEN": True, "PRECISION": "tf32"}
 for replay, group in ((False, 1), (True, 2)):
