@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attention.hf.gate import gate_of
+from attention.staging import on_device
 from drafters.loops.base import Draft, DraftInput, FixedLoop, FixedSteps, GraphLoop, PrefillPasses
 from specdec.acceptance.judge import fill_from_loop, filled_drafts, in_order, judge_from_loop
 from specdec.acceptance.packed import PackedResult
@@ -106,7 +107,7 @@ class GraphExecutor:
         fixed = config if drafter is not None else replace(config, num_speculative_tokens=0)
         self._query_len = fixed.num_speculative_tokens + 1  # drafts that the host knows have rounds of any shape
         rows, self._nobody = graph_rows(config.max_num_seqs, self._query_len), empty_target(fixed)
-        self._sizes, self._sent = rows[::-1], 0
+        self._sizes, self._sent, self._keyed = rows[::-1], 0, config.keyed
         self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device, config.keyed)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
@@ -229,7 +230,7 @@ class GraphExecutor:
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
-        rows = self._bucket_of(target)
+        rows = self._bucket_of(target, sampling)
         if rows is None:
             return Round(target, self._transfer.send(target.inputs), None, sampling=sampling)
         self._send_verification(rows, target)
@@ -245,6 +246,8 @@ class GraphExecutor:
         bucket = self._buckets[round_.bucket]
         device, extras = bucket.device, round_.target.extras
         draft = None if self._loop is None else Draft(self._loop.drafts, None)
+        if round_.target.given is not None:
+            self._give(round_.target, round_.target.given)
         early = read_early(self._extras, extras, partial(in_order, draft, device))
         bucket.verify.replay()
         logits = rewritten(self._extras, extras, bucket.logits, device, early)
@@ -261,6 +264,16 @@ class GraphExecutor:
             return ChainedVerification(read, aux_hidden_states, partial(self.launch_next, round_))
         bucket.draft.prefill.of(round_.sampled).replay()
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
+
+    def _give(self, target: TargetArrays, given: np.ndarray) -> None:
+        """Put drafts that the host knows where the verification reads the loop's."""
+        assert self._loop is not None
+        drafts = self._loop.drafts
+        host = np.full(drafts.shape, -1)
+        host[slice(len(given)) if target.sources is None else target.sources, : given.shape[1]] = given
+        known = on_device(host, drafts.device)
+        self._sent += 1
+        torch.where(known >= 0, known, drafts, out=drafts)
 
     def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
@@ -350,12 +363,17 @@ class GraphExecutor:
             for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
                 planner.replan(own)
 
-    def _bucket_of(self, target: TargetArrays) -> int | None:
+    def _bucket_of(self, target: TargetArrays, sampling: SamplingRound | None) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for others.
 
-        Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
+        Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all. By
+        rejection, drafts that the host gives have distributions of their own, which a graph would take for the head's.
         """
-        if not target.only_bonus_tokens or target.given is not None:
+        if not target.only_bonus_tokens:
+            return None
+        if target.given is not None and (self._loop is None or target.max_drafts >= self._query_len):
+            return None
+        if target.given is not None and sampling is not None and not self._keyed:
             return None
         if self._passes.count > 1 and target.start.min() < self._passes.count - 1:
             return None

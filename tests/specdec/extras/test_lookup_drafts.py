@@ -356,6 +356,15 @@ def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
     """With rows that sample beside them, which have the head's drafts, as without lookups."""
     make = lambda draft, **more: with_graphs(draft, num_speculative_tokens=3, max_num_seqs=5, **more)  # noqa: E731
     both, head = make([table_head(tiny_llama()), "lookup"], **LOOKUP), make(table_head(tiny_llama()))
+    bucket_of, of_sampled = both.engine.executor._bucket_of, list[Any]()
+
+    def noted(target: Any, sampling: Any) -> Any:
+        found = bucket_of(target, sampling)
+        if target.given is not None and sampling is not None:
+            of_sampled.append(found)
+        return found
+
+    both.engine.executor._bucket_of = noted
     params = [replace(GREEDY, temperature=0.8 * (i % 3 == 2), seed=i) for i in range(len(QUOTES))]
     found, of_head = both.generate(QUOTES, params), head.generate(QUOTES, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in of_head]
@@ -366,21 +375,34 @@ def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
         else:
             looked_up += replaced_drafts(completion, 3)
     assert looked_up > 5 and both.describe()["graphs"]["state"] == "on"
+    assert of_sampled and not any(of_sampled)  # a graph would take the head's distributions for theirs
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_beside_a_head_in_graphs_keyed_rows_have_drafts_by_lookup(
+@pytest.mark.parametrize(("sampling", "temperature"), [("rejection", 0.0), ("keyed", 0.4)])
+def test_beside_a_head_graphs_of_whole_rounds_verify_drafts_by_lookup(
     graphs_on_cpu: list[Any],  # noqa: F811
+    sampling: str,
+    temperature: float,
 ) -> None:
-    """Their drafts have no distribution, and none is needed: a draft is accepted where it is the token."""
-    options: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 5, "sampling": "keyed"}
+    """Of greedy and of keyed rows: their drafts have no distribution, and none is needed."""
+    options: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 5, "sampling": sampling}
     both = with_graphs([table_head(tiny_llama()), "lookup"], **options, **LOOKUP)
-    params = [replace(GREEDY, temperature=0.4 * (i % 3), seed=i) for i in range(len(QUOTES))]
-    found, right = both.generate(QUOTES, params), wrap(tiny_llama(), sampling="keyed").generate(QUOTES, params)
+    executor, given = both.engine.executor, list[Any]()
+    give = executor._give
+
+    def noted(target: Any, drafts: Any) -> None:
+        given.append(drafts)
+        give(target, drafts)
+
+    executor._give = noted
+    params = [replace(GREEDY, temperature=temperature * (i % 3), seed=i) for i in range(len(QUOTES))]
+    found, right = both.generate(QUOTES, params), wrap(tiny_llama(), sampling=sampling).generate(QUOTES, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in right]
-    assert sum(replaced_drafts(c, 3) for c, own in zip(found, params, strict=True) if own.temperature) > 5
-    assert both.describe()["graphs"]["state"] == "on"
+    looked_up = [(own.temperature > 0, replaced_drafts(c, 3)) for c, own in zip(found, params, strict=True)]
+    assert all(sum(n for hot, n in looked_up if hot is kind) > 5 for kind in {False, temperature > 0})
+    assert both.describe()["graphs"]["state"] == "on" and len(given) > 5
 
 
 HANDED = [replace(GREEDY, temperature=0.4 * (i % 2), seed=i) for i in range(len(QUOTES))]
