@@ -17,6 +17,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
@@ -56,16 +57,16 @@ class QueryTiles:
         query_row: [n·tile] row of each packed query. place: [T·G] index of the packed query of each token and head.
     """
 
-    row: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    whole_begin: np.ndarray
-    whole_end: np.ndarray
-    token: np.ndarray
-    head: np.ndarray
-    position: np.ndarray
-    query_row: np.ndarray
-    place: np.ndarray
+    row: ndarray
+    begin: ndarray
+    end: ndarray
+    whole_begin: ndarray
+    whole_end: ndarray
+    token: ndarray
+    head: ndarray
+    position: ndarray
+    query_row: ndarray
+    place: ndarray
 
     @classmethod
     def of(cls, host: HostBatch, groups: int, tile: int, window: int | None) -> QueryTiles:
@@ -102,7 +103,7 @@ class QueryTiles:
             place,
         )
 
-    def arrays(self, host: HostBatch, num_pages: int) -> list[np.ndarray]:
+    def arrays(self, host: HostBatch, num_pages: int) -> list[ndarray]:
         """The arrays that the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible
         blocks; for the rows' pages their place in [rows, num_pages] and their logical page; row start and position,
         token and head of each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by
@@ -128,13 +129,13 @@ class QueryTiles:
         ]
         return [array.astype(np.int32) for array in found]
 
-    def _physical(self, host: HostBatch, logical: np.ndarray, used: np.ndarray) -> np.ndarray:
+    def _physical(self, host: HostBatch, logical: ndarray, used: ndarray) -> ndarray:
         return np.where(used, host.block_table[self.row[:, None], np.where(used, logical, 0)], 0)
 
 
 def _pages(
-    oldest: np.ndarray, newest: np.ndarray, window: int | None, page_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    oldest: ndarray, newest: ndarray, window: int | None, page_size: int
+) -> tuple[ndarray, ndarray, ndarray, ndarray]:
     """begin, end, whole_begin, whole_end of `QueryTiles`, for tiles of queries from position oldest to newest.
 
     Queries at 20 … 22 on pages of 8: all see pages 0 and 1 whole, page 2 partly; with a window of 12 page 0 is out of
@@ -218,7 +219,7 @@ class FlexBuilder:
         blocks = pages[None] * self._folded + heads[:, None, None]
         return counts.expand(1, self._folded, -1).contiguous(), blocks[None]
 
-    def _sent(self, arrays: list[np.ndarray]) -> list[Tensor]:
+    def _sent(self, arrays: list[ndarray]) -> list[Tensor]:
         """The arrays on the device, in one copy."""
         flat = on_device(np.concatenate([array.reshape(-1) for array in arrays]), self._device)
         views = flat.split([array.size for array in arrays])

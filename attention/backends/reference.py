@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor
 
 from attention.backends.limits import WIDEST_HEAD, check_causal, check_query_heads, dtype_name
@@ -101,7 +102,7 @@ class TorchBuilder:
         groups = [*([short] if len(short) else []), *rows[lens > most][:, None]]
         return TorchPlan(tuple(self._segment(host, group) for group in groups))
 
-    def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
+    def _segment(self, host: HostBatch, rows: ndarray) -> Segment:
         """These rows [b] of a batch, padded to the longest query Q and the most keys S of them."""
         lens = host.query_lens[rows]
         seqs = host.seq_lens[rows]
@@ -134,7 +135,7 @@ class TorchBuilder:
         shape = len(rows), num_queries, num_keys
         return Segment(tokens, real, run if follow else self._send(flat), mask, shape, bias, self._exact)
 
-    def _visible(self, key: np.ndarray, place: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    def _visible(self, key: ndarray, place: ndarray, stop: ndarray) -> ndarray:
         """[b, Q, S] bool: queries at place [b, Q, 1] see positions key [S] of rows that end at stop [b, 1, 1]."""
         visible = key <= place if self._causal else np.repeat(key < stop, place.shape[1], 1)
         if self._window is not None:
@@ -143,7 +144,7 @@ class TorchBuilder:
                 visible &= key < place + self._window
         return visible
 
-    def _send(self, array: np.ndarray) -> Tensor:
+    def _send(self, array: ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
 

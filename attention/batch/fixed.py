@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import HostBatch, HostBatches
 
@@ -20,13 +20,13 @@ class LiveBatch(HostBatch):
     So nothing derived from them is remembered, except page_indptr, which is a buffer itself.
     """
 
-    def __init__(self, page_indptr: np.ndarray, **arrays: Any) -> None:
+    def __init__(self, page_indptr: ndarray, **arrays: Any) -> None:
         """page_indptr: [B+1] int32. arrays: the fields of HostBatch."""
         super().__init__(**arrays)
         # A frozen dataclass refuses attributes; this fills HostBatch's cached property, so that it is never computed.
         self.__dict__["page_indptr"] = page_indptr
 
-    def over(self, block_table: np.ndarray, other_groups: HostBatches = ()) -> LiveBatch:
+    def over(self, block_table: ndarray, other_groups: HostBatches = ()) -> LiveBatch:
         """The same buffers with the rows' pages of block_table [B, P] int32 and the pages of further cache groups.
 
         This runs several times a round, on the way to the next launch, so the fields are not copied.

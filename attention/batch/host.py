@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy import ndarray
 
 from attention.cached import cached_property
 from attention.checking import require
@@ -31,7 +32,7 @@ class BatchExtra(Protocol):
     def what(self) -> str:
         """See above."""
 
-    def validate(self, query_lens: np.ndarray) -> None:
+    def validate(self, query_lens: ndarray) -> None:
         """Check the arrays against the rows' tokens [B].
 
         Raises:
@@ -70,12 +71,12 @@ class HostBatch:
         extras: arrays that only some models' batches have; at most one of a class, see `extra`.
     """
 
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    num_computed_tokens: np.ndarray
-    block_table: np.ndarray
-    slot_mapping: np.ndarray
-    positions: np.ndarray
+    query_start_loc: ndarray
+    seq_lens: ndarray
+    num_computed_tokens: ndarray
+    block_table: ndarray
+    slot_mapping: ndarray
+    positions: ndarray
     page_size: int
     other_groups: HostBatches = ()
     extras: tuple[BatchExtra, ...] = ()
@@ -101,27 +102,27 @@ class HostBatch:
             raise InvalidInputError(f"a batch of rows with {extra.what} cannot be {done}")
 
     @cached_property
-    def query_lens(self) -> np.ndarray:
+    def query_lens(self) -> ndarray:
         """[B] int32."""
         return np.diff(self.query_start_loc)
 
     @cached_property
-    def page_counts(self) -> np.ndarray:
+    def page_counts(self) -> ndarray:
         """[B] int32, pages that hold the row's seq_len keys."""
         return page_counts_of(self.seq_lens, self.page_size)
 
     @cached_property
-    def page_indices(self) -> np.ndarray:
+    def page_indices(self) -> ndarray:
         """[sum(page_counts)] int32, the rows' pages, concatenated (FlashInfer's kv_indices)."""
         return flat_pages(self.block_table, self.page_counts)
 
     @cached_property
-    def page_indptr(self) -> np.ndarray:
+    def page_indptr(self) -> ndarray:
         """[B+1] int32, row i's pages are page_indices[page_indptr[i] : page_indptr[i+1]]."""
         return page_layout(self.seq_lens, self.page_size).indptr
 
     @cached_property
-    def last_page_len(self) -> np.ndarray:
+    def last_page_len(self) -> ndarray:
         """[B] int32, keys on each row's last page, 1 … page_size."""
         return page_layout(self.seq_lens, self.page_size).last_lens
 
@@ -172,9 +173,7 @@ class HostBatch:
 HostBatches = tuple[HostBatch, ...]
 
 
-def rows_batch(
-    query_start_loc: np.ndarray, first_positions: np.ndarray, block_table: np.ndarray, page_size: int
-) -> HostBatch:
+def rows_batch(query_start_loc: ndarray, first_positions: ndarray, block_table: ndarray, page_size: int) -> HostBatch:
     """A batch whose row i feeds consecutive positions from first_positions[i] on.
 
     Args:
@@ -246,14 +245,14 @@ def _check_shapes(query_start_loc: Any, first_positions: Any, block_table: Any, 
         raise _starts_error(query_start_loc, first_positions)
 
 
-def _starts_error(query_start_loc: np.ndarray, first_positions: np.ndarray) -> InvalidInputError:
+def _starts_error(query_start_loc: ndarray, first_positions: ndarray) -> InvalidInputError:
     return InvalidInputError(
         f"query_start_loc {query_start_loc.tolist()} with first_positions {first_positions.tolist()}: allowed are "
         "starts from 0 on that do not fall, and positions from 0 on"
     )
 
 
-def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+def slots_of(block_table: ndarray, rows: ndarray, positions: ndarray, page_size: int) -> ndarray:
     """Cache slots of (row, position) pairs: block_table[row, pos // ps]·ps + pos % ps, int64.
 
     A page crossing is a jump to another page id, never +1:
@@ -266,13 +265,13 @@ def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, p
 
 
 def slots_at(
-    block_table: np.ndarray,
-    rows: np.ndarray,
-    pages: np.ndarray,
-    offsets: np.ndarray,
+    block_table: ndarray,
+    rows: ndarray,
+    pages: ndarray,
+    offsets: ndarray,
     page_size: int,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: ndarray | None = None,
+) -> ndarray:
     """`slots_of` for positions that are split already: the pages-th page of each row, and the place on it.
 
     Args:
@@ -285,7 +284,7 @@ def slots_at(
     return np.add(first, offsets, out=out)
 
 
-def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
+def page_counts_of(seq_lens: ndarray, page_size: int) -> ndarray:
     """Pages that hold these numbers of keys, an array of any shape.
 
     >>> page_counts_of(np.array([1, 16, 17]), 16).tolist()
@@ -302,12 +301,12 @@ class PageLayout(NamedTuple):
         last_lens: [..., B] keys on each row's last page, 1 … page_size.
     """
 
-    counts: np.ndarray
-    indptr: np.ndarray
-    last_lens: np.ndarray
+    counts: ndarray
+    indptr: ndarray
+    last_lens: ndarray
 
 
-def page_layout(seq_lens: np.ndarray, page_size: int) -> PageLayout:
+def page_layout(seq_lens: ndarray, page_size: int) -> PageLayout:
     """The layout of rows with these numbers of keys [..., B].
 
     >>> counts, indptr, last_lens = page_layout(np.array([1, 16, 17]), 16)
@@ -320,7 +319,7 @@ def page_layout(seq_lens: np.ndarray, page_size: int) -> PageLayout:
     return PageLayout(counts, indptr, (seq_lens - 1) % page_size + 1)
 
 
-def offsets_within(counts: np.ndarray) -> np.ndarray:
+def offsets_within(counts: ndarray) -> ndarray:
     """0 … n-1 for every n of counts [B], one after the other: [sum(counts)] int64.
 
     >>> offsets_within(np.array([2, 0, 3])).tolist()
@@ -329,7 +328,7 @@ def offsets_within(counts: np.ndarray) -> np.ndarray:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def owners_of(counts: np.ndarray) -> np.ndarray:
+def owners_of(counts: ndarray) -> ndarray:
     """Which of counts [B] each element belongs to: i counts[i] times, one after the other: [sum(counts)] int64.
 
     >>> owners_of(np.array([2, 0, 3])).tolist()
@@ -338,7 +337,7 @@ def owners_of(counts: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def starts_of(lens: np.ndarray) -> np.ndarray:
+def starts_of(lens: ndarray) -> ndarray:
     """Where each of some pieces of lens [B] begins, one after the other, and where the last one ends: [B+1] int64.
 
     >>> starts_of(np.array([2, 0, 3])).tolist()
@@ -347,7 +346,7 @@ def starts_of(lens: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lens)])
 
 
-def flat_pages(block_table: np.ndarray, page_counts: np.ndarray) -> np.ndarray:
+def flat_pages(block_table: ndarray, page_counts: ndarray) -> ndarray:
     """Concatenate the first page_counts[i] entries of every row of block_table [B, P] -> [sum(page_counts)] int32.
 
     >>> flat_pages(np.array([[7, 9], [3, 4]], np.int32), np.array([1, 2])).tolist()
@@ -360,7 +359,7 @@ def flat_pages(block_table: np.ndarray, page_counts: np.ndarray) -> np.ndarray:
     return block_table[:, :width][used]
 
 
-def covering(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
+def covering(table: ndarray, rows: int, pages: int) -> ndarray:
     """A block table of `rows` rows and at least `pages` columns: this one, or with the null page around it.
 
     >>> covering(np.array([[7, 9]], np.int32), 2, 3).tolist()
@@ -373,7 +372,7 @@ def covering(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
     return larger
 
 
-def write_pages(out: np.ndarray, table: np.ndarray, counts: np.ndarray) -> int:
+def write_pages(out: ndarray, table: ndarray, counts: ndarray) -> int:
     """Write `flat_pages(table, counts)` to the front of `out` [at least sum(counts)] int32; returns how many.
 
     >>> out = np.zeros(4, np.int32)

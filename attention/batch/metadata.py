@@ -9,6 +9,7 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import BatchExtra, E, HostBatch, extra_of
@@ -42,7 +43,7 @@ class BatchArrays(Generic[A]):
     block_table: A | None = array(np.int32, "rows", "pages", optional=True)
 
 
-HostArrays = BatchArrays[np.ndarray]
+HostArrays = BatchArrays[ndarray]
 
 
 @dataclass(frozen=True)

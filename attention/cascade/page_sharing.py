@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import HostBatch
@@ -199,7 +200,7 @@ def _cost(key: AttentionSpec, dtype: torch.dtype, shape: Shape, scratch: Scratch
     return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, tiling, scratch.multiprocessors)
 
 
-def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> np.ndarray:
+def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> ndarray:
     """[rows] int32: leading pages that each of the first rows shares with others, where it pays; else zeros.
 
     The kernels serve one class of rows at a time: the class that saves the most time, if any pays. Classes come in
@@ -267,7 +268,7 @@ class SharedRows:
         self._least = pages * batch.page_size
         self._begins = batch.block_table[:rows, : self._width].tobytes()
 
-    def send(self, pages: np.ndarray) -> None:
+    def send(self, pages: ndarray) -> None:
         """The next launches find these pages; [rows] int32, see `attention.kernels.packed_kernel.SharedKeys`."""
         self._sent, self._left = b"", 0  # after an interrupt from here on, pages are looked for and sent again
         sent = torch.from_numpy(pages)

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 from attention.cache.pages import NULL_PAGE
 from attention.errors import InvalidInputError
@@ -43,7 +44,7 @@ class SharedPrefix:
     """
 
     num_pages: int
-    rows: np.ndarray
+    rows: ndarray
     page_size: int
 
     @property
@@ -56,14 +57,14 @@ class SharedPrefix:
         """Keys that are read once in place of once for each row."""
         return self.num_keys * (len(self.rows) - 1)
 
-    def pages_by_row(self, rows: int) -> np.ndarray:
+    def pages_by_row(self, rows: int) -> ndarray:
         """[rows] int32: num_pages for the rows that share them, 0 for the others."""
         pages = np.zeros(rows, np.int32)
         pages[self.rows] = self.num_pages
         return pages
 
 
-def shared_prefixes(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
+def shared_prefixes(block_table: ndarray, num_computed_tokens: ndarray, page_size: int) -> Iterator[SharedPrefix]:
     """Every class of rows that share leading pages, with all of these; the class that saves most keys comes first.
 
     A row shares pages only as far as all of their keys were computed before its first query. So a row that lies inside
@@ -93,7 +94,7 @@ def shared_prefixes(block_table: np.ndarray, num_computed_tokens: np.ndarray, pa
 class _Group:
     """Rows [b], increasing, at least two, of which `known` leading pages are the same; more may be."""
 
-    rows: np.ndarray
+    rows: ndarray
     known: int
 
 
@@ -101,12 +102,12 @@ class _Group:
 class _Class:
     """The rows whose lead [b], pages that each shares with one of them, is at least `pages`."""
 
-    rows: np.ndarray
-    lead: np.ndarray
+    rows: ndarray
+    lead: ndarray
     pages: int
 
 
-def _best_first(block_table: np.ndarray, full: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
+def _best_first(block_table: ndarray, full: ndarray, page_size: int) -> Iterator[SharedPrefix]:
     """Classes in order of the keys that they save. A group is searched only if no class found saves more than it could.
 
     full: [B] pages that all queries of a row see.
@@ -136,7 +137,7 @@ def _best_first(block_table: np.ndarray, full: np.ndarray, page_size: int) -> It
                 add(int(full[group.rows].max()), len(group.rows), group)
 
 
-def _lead(block_table: np.ndarray, full: np.ndarray, group: _Group) -> np.ndarray:
+def _lead(block_table: ndarray, full: ndarray, group: _Group) -> ndarray:
     """[b] pages that each row of a group shares with the longest of them."""
     rows = group.rows
     known = group.known
@@ -148,7 +149,7 @@ def _lead(block_table: np.ndarray, full: np.ndarray, group: _Group) -> np.ndarra
     return np.minimum(ends.argmax(1) + known, full[rows])
 
 
-def _same_page(block_table: np.ndarray, rows: np.ndarray, place: int) -> list[_Group]:
+def _same_page(block_table: ndarray, rows: ndarray, place: int) -> list[_Group]:
     """The groups of rows with the same page at this place, and the same pages before it."""
     if len(rows) < 2 or not block_table.shape[1]:
         return []

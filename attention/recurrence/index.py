@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic
 
 import numpy as np
+from numpy import ndarray
 
 from attention.checking import require
 from attention.staging import A, array
@@ -62,7 +63,7 @@ class StateArrays(Generic[A]):
 
 
 @dataclass(frozen=True)
-class StateIndex(StateArrays[np.ndarray]):
+class StateIndex(StateArrays[ndarray]):
     """StateArrays on the host, an extra of a batch (`attention.batch.host.BatchExtra`, with its name `what`).
 
     most_replayed: a bound of `replay` where launches of other rows are to have the same shape, else None.
@@ -72,7 +73,7 @@ class StateIndex(StateArrays[np.ndarray]):
     what: ClassVar[str] = "recurrent states"
 
     @classmethod
-    def of(cls, slots: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray) -> StateIndex:
+    def of(cls, slots: ndarray, start: ndarray, replay: ndarray, num_new: ndarray) -> StateIndex:
         """From integers of any width."""
         slots, start, replay, num_new = (array.astype(np.int32) for array in (slots, start, replay, num_new))
         return cls(slots, start, replay, num_new)
@@ -82,7 +83,7 @@ class StateIndex(StateArrays[np.ndarray]):
         """Most replayed inputs of a row, or more."""
         return int(self.replay.max(initial=0)) if self.most_replayed is None else self.most_replayed
 
-    def validate(self, query_lens: np.ndarray, rule: FoldRule | None = None) -> None:
+    def validate(self, query_lens: ndarray, rule: FoldRule | None = None) -> None:
         """Check the arrays against the rows' tokens [B], and the rule where it is given.
 
         Raises:
@@ -147,7 +148,7 @@ class FoldRule:
         """
         return self.most_replayed + self.num_drafts + 1
 
-    def num_new(self, replay: np.ndarray, committed: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+    def num_new(self, replay: ndarray, committed: ndarray, decodes: ndarray) -> ndarray:
         """[B] `StateIndex.num_new` of rows that replay and commit these numbers of tokens.
 
         decodes: [B] bool; what a row leaves that has just read its prompt is all in its state, so that it may move.
@@ -156,17 +157,17 @@ class FoldRule:
         return np.where(decodes & (committed == 1) & (left <= self.most_replayed), 0, committed)
 
 
-def replay_of(start: np.ndarray, folded: np.ndarray) -> np.ndarray:
+def replay_of(start: ndarray, folded: ndarray) -> ndarray:
     """Tokens to replay before position `start` when `folded` are in the state."""
     return start - folded
 
 
-def folded_after(start: np.ndarray, num_new: np.ndarray, folded: np.ndarray) -> np.ndarray:
+def folded_after(start: ndarray, num_new: ndarray, folded: ndarray) -> ndarray:
     """Tokens in the state after a launch from `start` that puts `num_new` into it; `folded` were before."""
     return np.where(num_new > 0, start + num_new, folded)
 
 
-def slots_of_rows(rows: np.ndarray) -> np.ndarray:
+def slots_of_rows(rows: ndarray) -> ndarray:
     """The slots of rows of the row table; slot 0 is the null slot.
 
     >>> slots_of_rows(np.array([0, 2])).tolist()

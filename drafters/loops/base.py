@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import HostBatch
@@ -111,9 +112,9 @@ class DraftingRows:
         block_table: [R, P] of the head's pages.
     """
 
-    committed_lens: np.ndarray
-    num_drafts: np.ndarray
-    block_table: np.ndarray
+    committed_lens: ndarray
+    num_drafts: ndarray
+    block_table: ndarray
     page_size: int
 
 
@@ -132,17 +133,17 @@ class DraftInput:
         begins: [B'] the first position that the head writes in each row's pages; None if 0 everywhere.
     """
 
-    query_start_loc: np.ndarray
-    num_drafts: np.ndarray
-    num_accepted: np.ndarray
-    order: np.ndarray
-    request_rows: np.ndarray
-    committed_lens: np.ndarray
-    tokens: np.ndarray
-    num_drafts_next: np.ndarray
-    block_table: np.ndarray
+    query_start_loc: ndarray
+    num_drafts: ndarray
+    num_accepted: ndarray
+    order: ndarray
+    request_rows: ndarray
+    committed_lens: ndarray
+    tokens: ndarray
+    num_drafts_next: ndarray
+    block_table: ndarray
     page_size: int
-    begins: np.ndarray | None = None
+    begins: ndarray | None = None
 
     @property
     def drafting(self) -> DraftingRows:

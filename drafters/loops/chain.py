@@ -13,6 +13,7 @@ from typing import Generic
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
@@ -54,7 +55,7 @@ class DraftArrays:
     """
 
     size: LoopSize
-    request_rows: np.ndarray
+    request_rows: ndarray
     num_drafting: int
     passes: tuple[HostPass, ...]
     steps: StepArrays

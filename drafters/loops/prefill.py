@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import HostBatch, owners_of, rows_batch, starts_of
@@ -33,13 +34,13 @@ class AcceptedRows:
         last_row: [B'] int64, token rows of the draft prefill whose output gives draft 1.
     """
 
-    query_start_loc: np.ndarray
-    token_indices: np.ndarray
-    last_row: np.ndarray
+    query_start_loc: ndarray
+    token_indices: ndarray
+    last_row: ndarray
 
 
 def accepted_rows(
-    query_start_loc: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray, rows: np.ndarray | None = None
+    query_start_loc: ndarray, num_drafts: ndarray, num_accepted: ndarray, rows: ndarray | None = None
 ) -> AcceptedRows:
     """Drop the rejected tokens of a verified batch: each row keeps its q - n committed tokens and accepted drafts.
 
@@ -67,7 +68,7 @@ def accepted_rows(
     )
 
 
-def shifted_token_ids(token_table: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def shifted_token_ids(token_table: ndarray, rows: ndarray, positions: ndarray) -> ndarray:
     """The token at p+1 for each hidden state at position p: inside a row ids'[:-1] = ids[1:].
 
     A row's last id is the bonus token, or the next prompt token of an unfinished prompt; the token table has both.
@@ -99,7 +100,7 @@ class PassRows(Generic[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostPass(PassRows[np.ndarray]):
+class HostPass(PassRows[ndarray]):
     """The pass on the host. batch: its attention over the head's pages, without requests that have no rows."""
 
     batch: HostBatch
@@ -143,15 +144,15 @@ class ModuleRows:
         last_row: [B'] int64, each request's last row; 0 where it has none.
     """
 
-    lens: np.ndarray
-    first_positions: np.ndarray
-    tokens: np.ndarray
-    sources: np.ndarray
-    last_row: np.ndarray
+    lens: ndarray
+    first_positions: ndarray
+    tokens: ndarray
+    sources: ndarray
+    last_row: ndarray
 
 
 def module_rows(
-    first_positions: np.ndarray, lens: np.ndarray, num_modules: int, begins: np.ndarray | None = None
+    first_positions: ndarray, lens: ndarray, num_modules: int, begins: ndarray | None = None
 ) -> tuple[ModuleRows, ...]:
     """The rows of modules 1 … M-1 for new ranges [a, a + len) of module 0.
 
@@ -199,7 +200,7 @@ def module_rows(
     return tuple(rows)
 
 
-def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> HostBatch:
+def module_batch(rows: ModuleRows, block_table: ndarray, page_size: int) -> HostBatch:
     """A module's attention in the draft prefill, without requests that have no rows. block_table: [B', P]."""
     some = rows.lens > 0
     query_start_loc = starts_of(rows.lens[some])
@@ -208,11 +209,11 @@ def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> H
 
 def shifted_batch(
     module: int,
-    query_start_loc: np.ndarray,
-    first_positions: np.ndarray,
-    block_table: np.ndarray,
+    query_start_loc: ndarray,
+    first_positions: ndarray,
+    block_table: ndarray,
     page_size: int,
-    begins: np.ndarray | None = None,
+    begins: ndarray | None = None,
 ) -> HostBatch:
     """Module m's attention over all token rows of a verification, at positions m less than the target's.
 
@@ -251,7 +252,7 @@ def shifted_batch(
     )
 
 
-def rows_before(query_start_loc: np.ndarray, num_carried: int) -> np.ndarray:
+def rows_before(query_start_loc: ndarray, num_carried: int) -> ndarray:
     """[T] int64, index of the row before each token row in [carried vectors, T rows]; before a request's first token
     row comes its carried vector.
 

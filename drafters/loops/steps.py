@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.fixed import LiveBatch
@@ -46,13 +47,13 @@ class StepTokens:
         slices: the tokens of each step.
     """
 
-    numbers: np.ndarray
-    widths: np.ndarray
-    least: np.ndarray
-    ahead: np.ndarray
-    owner: np.ndarray
-    within: np.ndarray
-    cell: np.ndarray
+    numbers: ndarray
+    widths: ndarray
+    least: ndarray
+    ahead: ndarray
+    owner: ndarray
+    within: ndarray
+    cell: ndarray
     slices: tuple[slice, ...]
 
 
@@ -83,9 +84,7 @@ def step_tokens(rows: int, num_steps: int, num_modules: int) -> StepTokens:
     )
 
 
-def _write_steps(
-    out: HostArrays, first: np.ndarray, rows: DraftingRows, tokens: StepTokens
-) -> tuple[np.ndarray, np.ndarray]:
+def _write_steps(out: HostArrays, first: ndarray, rows: DraftingRows, tokens: StepTokens) -> tuple[ndarray, ndarray]:
     """Write all but query_start_loc and the lists of pages into `out`, and first positions [K-1, rows] into `first`.
 
     Returns:
@@ -110,7 +109,7 @@ def _write_steps(
     return table, counts
 
 
-def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
+def _write_step_pages(page_indices: ndarray, table: ndarray, counts: ndarray) -> None:
     """Write each step's pages into page_indices [K-1, …]; counts: [K-1, rows]. Steps that enter no new page copy."""
     used = 0
     same = (counts[1:] == counts[:-1]).all(1).tolist()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from evals.data.datasets import Question
@@ -214,7 +215,7 @@ def _places(text: _Text, sampling: Sampling, aims: Sequence[str]) -> list[Place]
     return found
 
 
-def _ratios(text: _Text, probs: Tensor, sampling: Sampling, defect: Defect) -> tuple[np.ndarray, int]:
+def _ratios(text: _Text, probs: Tensor, sampling: Sampling, defect: Defect) -> tuple[ndarray, int]:
     """A sample's log likelihood ratio of a defect at each token, and the first token of an answer that counts."""
     before = torch.tensor([text.prompt[-1], *text.answer[:-1]])
     other = defect.instead(probs, text.logits, (text.ids == before[:, None]).double(), sampling)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 SOFT = 0.05
@@ -115,13 +116,13 @@ class Node:
         clear: whether rounding cannot change which tokens may follow.
     """
 
-    ids: np.ndarray
-    probs: np.ndarray
-    scores: np.ndarray
-    right: np.ndarray
-    wrong: np.ndarray
-    compared: np.ndarray
-    outside: np.ndarray
+    ids: ndarray
+    probs: ndarray
+    scores: ndarray
+    right: ndarray
+    wrong: ndarray
+    compared: ndarray
+    outside: ndarray
     clear: bool = True
 
     @classmethod
@@ -136,7 +137,7 @@ class Node:
         return cls.made(ids.numpy(), probs[ids].double().numpy(), inside, _clear(logits, probs, sampling))
 
     @classmethod
-    def made(cls, ids: np.ndarray, probs: np.ndarray, others: np.ndarray, clear: bool = True) -> Node:
+    def made(cls, ids: ndarray, probs: ndarray, others: ndarray, clear: bool = True) -> Node:
         """From probabilities: ids, probs [S], others [S, D] under each defect (what lacks to 1 is outside)."""
         outside = np.clip(1 - others.sum(0), 0.0, 1.0)
         outside[outside < 1e-9] = 0.0
@@ -149,7 +150,7 @@ class Node:
         return cls(ids, probs, scores, right, wrong, compared, outside, clear)
 
 
-def cumulants(probs: np.ndarray, values: np.ndarray) -> np.ndarray:
+def cumulants(probs: ndarray, values: ndarray) -> ndarray:
     """The first four cumulants [4, D] of values [S, D] drawn with probs [S, D] or [S, 1].
 
     >>> cumulants(np.array([[0.5], [0.5]]), np.array([[0.0], [2.0]])).ravel().tolist()
@@ -200,8 +201,8 @@ class Sampled:
     alone those at places where others can have one.
     """
 
-    tokens: np.ndarray
-    bonus: np.ndarray
+    tokens: ndarray
+    bonus: ndarray
     drafts: int = 0
     accepted: int = 0
 
@@ -211,8 +212,8 @@ class Branch:
     """Samples with the same first tokens. prefix: these; rows: [n] which samples; following: [n] their next ids."""
 
     prefix: Tokens
-    rows: np.ndarray
-    following: np.ndarray
+    rows: ndarray
+    following: ndarray
 
 
 @dataclass(frozen=True)
@@ -234,13 +235,13 @@ class Evidence:
     statistic: float
     degrees: int
     impossible: int
-    scores: np.ndarray
-    expected: np.ndarray
-    wrong: np.ndarray
-    if_right: np.ndarray
-    if_wrong: np.ndarray
-    outside: np.ndarray
-    looked_at: np.ndarray
+    scores: ndarray
+    expected: ndarray
+    wrong: ndarray
+    if_right: ndarray
+    if_wrong: ndarray
+    outside: ndarray
+    looked_at: ndarray
 
 
 def branches(sampled: Sampled) -> list[Branch]:
@@ -265,7 +266,7 @@ def branches(sampled: Sampled) -> list[Branch]:
     return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[:most]
 
 
-def _weight(branch: Branch, bonus: np.ndarray) -> int:
+def _weight(branch: Branch, bonus: ndarray) -> int:
     return len(branch.rows) + _BONUS_COUNTS * int(bonus[branch.rows, len(branch.prefix)].sum())
 
 
@@ -318,7 +319,7 @@ def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
     )
 
 
-def _powers(cumulants: np.ndarray) -> np.ndarray:
+def _powers(cumulants: ndarray) -> ndarray:
     """The mean first four powers [n, 4, D] of variables with these first four cumulants [n, 4, D]."""
     mean, second, third, fourth = cumulants.transpose(1, 0, 2)
     squared = second + mean**2
@@ -327,13 +328,13 @@ def _powers(cumulants: np.ndarray) -> np.ndarray:
     return np.stack([mean, squared, cubed, last], 1)
 
 
-def _places_in(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _places_in(ids: ndarray, tokens: ndarray) -> ndarray:
     """The index of each token in the sorted ids; len(ids) where it is not among them."""
     at = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
     return np.where(ids[at] == tokens, at, len(ids))
 
 
-def _cells(expected: np.ndarray) -> np.ndarray:
+def _cells(expected: ndarray) -> ndarray:
     """The cell of each value: those with a small expectation are put into one."""
     order = np.argsort(-expected, kind="stable")
     large = int((expected >= LEAST_EXPECTED).sum())
@@ -342,7 +343,7 @@ def _cells(expected: np.ndarray) -> np.ndarray:
     return np.minimum(np.argsort(order), large)
 
 
-def chi_square(observed: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
+def chi_square(observed: ndarray, expected: ndarray) -> tuple[float, int]:
     """Chi-square and its degrees of freedom, cells with small expectation put into one; (0, 0) for a single cell."""
     cells = _cells(expected)
     observed = np.bincount(cells, observed)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 from evals.lossless.evidence import DEFECTS, Evidence, Sampled
 from evals.runs.conversations import Configuration
@@ -65,7 +66,7 @@ def exact_fit(arm: Configuration, evidence: Sequence[Evidence], drawn: Sequence[
     return _fit(arm, drawn, chi, sum(one.impossible for one in evidence), p_named, found)
 
 
-def named(evidence: Sequence[Evidence]) -> tuple[float, np.ndarray]:
+def named(evidence: Sequence[Evidence]) -> tuple[float, ndarray]:
     """The likelihood ratios of the named defects against exact probabilities: p-value, and [1 + places, D] powers, the
     first for all places together."""
     from scipy.special import logsumexp
@@ -101,7 +102,7 @@ def _fit(
     chi: Sequence[tuple[float, int]],
     impossible: int,
     p_named: float,
-    power: np.ndarray,
+    power: ndarray,
 ) -> ConfigurationFit:
     """chi: chi-square and degrees of each place. power: [1 + places, D], first if every place has the defect."""
     from scipy.stats import chi2
@@ -136,12 +137,12 @@ def _fit(
     )
 
 
-def _with_total(of_places: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+def _with_total(of_places: Sequence[ndarray] | ndarray) -> ndarray:
     """[1 + places, D]: the sum over all places [D], and each."""
     return np.stack([np.sum(of_places, axis=0), *of_places])
 
 
-def _shares(places: int) -> np.ndarray:
+def _shares(places: int) -> ndarray:
     """[1 + places, 1] the log of how many likelihood ratios share the level: one over all places, and each place's.
 
     Those of all defects over all places have half of it, as those at the single places have together.
@@ -149,7 +150,7 @@ def _shares(places: int) -> np.ndarray:
     return np.log(2 * len(DEFECTS) * np.array([[1], *[[places]] * places]))
 
 
-def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> np.ndarray:
+def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> ndarray:
     """[1 + places, D]: P(T > limit √V), for T the difference and V its estimated variance.
 
     V is a sum of squares around the mean of what is right, so that a defect raises it with T: by the square of every
@@ -175,14 +176,14 @@ def _compared_power(pairs: Sequence[tuple[Evidence, Evidence]]) -> np.ndarray:
     return _exceeds(limit * np.sqrt(square), mean, np.stack([everywhere.sum(0), *each]))
 
 
-def _scatter(powers: np.ndarray, slope: np.ndarray, samples: np.ndarray) -> np.ndarray:
+def _scatter(powers: ndarray, slope: ndarray, samples: ndarray) -> ndarray:
     """[places, D] variance of the sum over samples of x - slope x². powers: [places, 4, D] sums of x, x², x³, x⁴."""
     first, second, third, fourth = powers.transpose(1, 0, 2)
     total = first - slope * second
     return second - 2 * slope * third + slope**2 * fourth - total**2 / samples[:, None]
 
 
-def _exceeds(limit: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
+def _exceeds(limit: ndarray, mean: ndarray, variance: ndarray) -> ndarray:
     """P(a normal variable > limit); 0 where it has no mean above 0, that is where nothing was seen of a defect."""
     from scipy.stats import norm
 
@@ -192,7 +193,7 @@ def _exceeds(limit: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> np.nd
     return np.where(mean > 0, found, 0.0)
 
 
-def _difference(alone: Evidence, arm: Evidence) -> tuple[np.ndarray, np.ndarray]:
+def _difference(alone: Evidence, arm: Evidence) -> tuple[ndarray, ndarray]:
     """Per defect: the arm's sum of centred scores, less the target alone's for as many tokens, and its variance."""
     left = alone.scores - alone.expected
     right = arm.scores - arm.expected
@@ -200,6 +201,6 @@ def _difference(alone: Evidence, arm: Evidence) -> tuple[np.ndarray, np.ndarray]
     return right.sum(0) - share * left.sum(0), (right**2).sum(0) + share**2 * (left**2).sum(0)
 
 
-def _share(alone: Evidence, arm: Evidence) -> np.ndarray:
+def _share(alone: Evidence, arm: Evidence) -> ndarray:
     """[D] how many tokens of the arm have a score for each one of the target alone."""
     return arm.looked_at / np.maximum(alone.looked_at, 1)

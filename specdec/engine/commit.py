@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
@@ -25,15 +26,15 @@ class Committed:
     """
 
     verified: Verified
-    rows: np.ndarray
-    tokens: np.ndarray
-    num_drafts: np.ndarray
-    num_accepted: np.ndarray
-    count: np.ndarray
-    at_eos: np.ndarray
-    at_limit: np.ndarray
-    drafts: np.ndarray
-    notes: np.ndarray | None
+    rows: ndarray
+    tokens: ndarray
+    num_drafts: ndarray
+    num_accepted: ndarray
+    count: ndarray
+    at_eos: ndarray
+    at_limit: ndarray
+    drafts: ndarray
+    notes: ndarray | None
 
     @property
     def rounds(self) -> list[RowRound]:
@@ -49,7 +50,7 @@ class Committed:
         return rounds
 
 
-def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) -> np.ndarray:
+def ending_tokens(tokens: ndarray, count: ndarray, eos_ids: ndarray) -> ndarray:
     """[J, n+1] bool: which of the first count[j] tokens [J, n+1] are among the row's own eos ids [J, E]."""
     found = (tokens[:, :, None] == eos_ids[:, None, :]).any(2)
     if not found.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
+from numpy import ndarray
 
 from attention.cache.pages import BlockTables
 from drafters.loops.base import Draft
@@ -13,7 +13,7 @@ from specdec.execution.base import Round
 from specdec.requests.request import Request, Update
 from specdec.rounds.rows import Schedule
 
-DraftsOf = Callable[[Schedule], tuple[Draft, np.ndarray]]
+DraftsOf = Callable[[Schedule], tuple[Draft, ndarray]]
 """Drafts of some rows, and each row's place among them: see `Launcher.drafts_of`."""
 
 

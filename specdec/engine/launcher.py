@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from numpy import ndarray
 from torch import Tensor
 
 from drafters.loops.base import Draft
@@ -175,7 +176,7 @@ class Launcher:
 
     def drafts_of(
         self, last: VerifyingRound, committed: Committed, draft: Draft | None, schedule: Schedule
-    ) -> tuple[Draft, np.ndarray]:
+    ) -> tuple[Draft, ndarray]:
         """Drafts of some rows after `last`, which no round of this engine verifies.
 
         Args:
@@ -240,7 +241,7 @@ class Launcher:
         own = None if head is None else head.table[:, :width]
         return RoundTables(pages.table[:, :width], own, self._page_size, windowed)
 
-    def send(self, target: TargetArrays, rows: np.ndarray, to: Callable[[TargetArrays, SamplingRound | None], T]) -> T:
+    def send(self, target: TargetArrays, rows: ndarray, to: Callable[[TargetArrays, SamplingRound | None], T]) -> T:
         """Send a round of these RowTable rows [B] in one copy. to: the executor's way; gets how tokens are drawn."""
         if self.group.size > 1:
             self.group.before_launch(target)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import ndarray
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
@@ -164,7 +165,7 @@ class Prefixes:
             if final >= self._due(row):
                 del self.owing[row]
 
-    def keep_windowed(self, rows: np.ndarray) -> None:
+    def keep_windowed(self, rows: ndarray) -> None:
         """Register windowed pages of unfinished prompts before they are freed behind these rows' windows: a request
         may share a shorter prefix than these rows have read."""
         if not self.owing:
@@ -191,7 +192,7 @@ class Prefixes:
         self._sharing.clear()
         self.owing.clear()
 
-    def check_writable(self, rows: np.ndarray) -> None:
+    def check_writable(self, rows: ndarray) -> None:
         """Check that the next round of these rows writes only to pages that no other row uses.
 
         Raises:
@@ -240,7 +241,7 @@ class Prefixes:
         for group, tables in enumerate(self._windowed_pages):
             self.cache.register_windowed(tokens, group, 0, tables.pages_of(row)[:num_pages], variant)
 
-    def _tokens(self, row: int) -> np.ndarray:
+    def _tokens(self, row: int) -> ndarray:
         """[n] int32 committed tokens."""
         return self._table.tokens[row, : self._table.length[row]]
 

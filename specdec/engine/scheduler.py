@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy import ndarray
 
 from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import NOTHING, Found
@@ -230,9 +231,7 @@ class Scheduler:
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
 
-    def drafts_at(
-        self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray, longest: np.ndarray
-    ) -> np.ndarray:
+    def drafts_at(self, positions: ndarray, drafts: ndarray, limit: ndarray, longest: ndarray) -> ndarray:
         """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
 
         longest: see `RowTable`.
@@ -259,7 +258,7 @@ class Scheduler:
             return True
         return False
 
-    def free_behind_windows(self, rows: np.ndarray) -> None:
+    def free_behind_windows(self, rows: ndarray) -> None:
         """Free pages behind the windows and before the chunks of these rows, by their committed tokens.
 
         A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
@@ -269,7 +268,7 @@ class Scheduler:
         for pages in self.windowed_pages:
             pages.free_behind(rows, self._table.computed[rows])
 
-    def reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
+    def reserve(self, rows: ndarray, tokens: ndarray, exactly: bool) -> None:
         """Pages for `tokens` of each row, and of the head's for K more or a block: drafts may come before the commit.
 
         Surplus pages, of rejected drafts, are freed only with `exactly`, when other rows need them. When a later group
@@ -342,7 +341,7 @@ class Scheduler:
                 free[group] -= idle
         return free
 
-    def _pages_of_entry(self, num_tokens: int, chunk: int) -> np.ndarray:
+    def _pages_of_entry(self, num_tokens: int, chunk: int) -> ndarray:
         """Pages of each of the target's groups for a request of `num_tokens` that first reads `chunk` of them."""
         query_len = max(chunk, self._config.num_speculative_tokens + 1)
         windowed = (pages.most_pages(num_tokens, query_len) for pages in self.windowed_pages)

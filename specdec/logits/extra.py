@@ -8,6 +8,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import BatchExtra, offsets_within, owners_of
@@ -36,23 +37,23 @@ class ChangedRows:
     """
 
     subjects: tuple[Subject, ...]
-    lens: np.ndarray
-    committed: np.ndarray
-    places: np.ndarray
-    counts: np.ndarray
+    lens: ndarray
+    committed: ndarray
+    places: ndarray
+    counts: ndarray
     what: ClassVar[str] = "options of requests"
 
     @cached_property
-    def owner(self) -> np.ndarray:
+    def owner(self) -> ndarray:
         """[N] int64, which of the m rows each row of logits is of."""
         return owners_of(self.counts)
 
     @property
-    def offsets(self) -> np.ndarray:
+    def offsets(self) -> ndarray:
         """[N] int64, how many drafts each row of logits follows."""
         return offsets_within(self.counts)
 
-    def validate(self, query_lens: np.ndarray) -> None:
+    def validate(self, query_lens: ndarray) -> None:
         """See `BatchExtra.validate`."""
         require(len(self.subjects) == len(self.lens) == len(self.committed), "options of other rows")
         require(bool((self.counts >= 1).all() and (self.lens >= 1).all()), "options of rows that are not decided")
@@ -131,15 +132,15 @@ class DecidedColumns(ExtraColumns, Generic[T]):
         table: RowTable,
         last: BatchExtra | None,
         schedule: Schedule,
-        start: np.ndarray,
-        num_accepted: np.ndarray,
-        tokens: np.ndarray | None,
+        start: ndarray,
+        num_accepted: ndarray,
+        tokens: ndarray | None,
     ) -> BatchExtra | None:
         """See `ExtraColumns.after`."""
         return None if last is None else self.arrays(table, schedule, len(start), start + schedule.num_new)
 
     @abstractmethod
-    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: np.ndarray) -> BatchExtra | None:
+    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: ndarray) -> BatchExtra | None:
         """Of a batch whose first `count` rows are decided. length: [B] tokens of each up to what it reads in the
         round."""
 
@@ -160,9 +161,9 @@ class OptionColumns(DecidedColumns[Subject]):
         table: RowTable,
         last: BatchExtra | None,
         schedule: Schedule,
-        start: np.ndarray,
-        num_accepted: np.ndarray,
-        tokens: np.ndarray | None,
+        start: ndarray,
+        num_accepted: ndarray,
+        tokens: ndarray | None,
     ) -> BatchExtra | None:
         """See `ExtraColumns.after`."""
         found = super().after(table, last, schedule, start, num_accepted, tokens)
@@ -174,7 +175,7 @@ class OptionColumns(DecidedColumns[Subject]):
             committed[begin : begin + count] = tokens[row, :count]
         return found
 
-    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: np.ndarray) -> ChangedRows | None:
+    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: ndarray) -> ChangedRows | None:
         """See `DecidedColumns.arrays`."""
         rows = schedule.rows[:count]
         each = [(place, own) for place, row in enumerate(rows) if (own := self.own[row]) is not None]

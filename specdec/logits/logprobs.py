@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import BatchExtra, starts_of
@@ -45,9 +46,9 @@ class PromptPart(NamedTuple):
     """
 
     asked: PromptLogprobs
-    places: np.ndarray
-    tokens: np.ndarray
-    rows: np.ndarray
+    places: ndarray
+    tokens: ndarray
+    rows: ndarray
 
 
 class WholeRows(NamedTuple):
@@ -75,17 +76,17 @@ class AskingRows:
     """
 
     params: tuple[SamplingParams, ...]
-    places: np.ndarray
+    places: ndarray
     whole: tuple[WholeRows, ...]
     prompts: tuple[PromptPart, ...]
     what: ClassVar[str] = "log-probabilities"
 
     @cached_property
-    def more_logits(self) -> np.ndarray:
+    def more_logits(self) -> ndarray:
         """[N] int64, see `NeedsLogits`."""
         return np.concatenate([np.zeros(0, np.int64), *(part.rows for part in self.prompts)])
 
-    def validate(self, query_lens: np.ndarray) -> None:
+    def validate(self, query_lens: ndarray) -> None:
         """See `BatchExtra.validate`."""
         require(len(self.params) == len(self.places) <= len(query_lens), "log-probabilities of other rows")
         require(bool((self.more_logits < query_lens.sum()).all()), "log-probabilities of tokens of no row")
@@ -202,9 +203,7 @@ class AskingColumns(DecidedColumns[SamplingParams]):
         free = self._most - sum(len(self._prompt_part(table, *other)[1]) for other in others)
         return count if len(asked) <= free else asked[0] - int(table.computed[row]) + free
 
-    def commit(
-        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
-    ) -> None:
+    def commit(self, table: RowTable, rows: ndarray, committed: BatchExtra | None, notes: Sequence[ndarray]) -> None:
         """See `ExtraColumns.commit`."""
         if not isinstance(committed, AskingRows) or not notes:
             return
@@ -226,7 +225,7 @@ class AskingColumns(DecidedColumns[SamplingParams]):
         first = int(table.computed[row])
         return asked, range(max(first, asked.next_row), min(first + count, int(table.prompt[row]) - 1))
 
-    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: np.ndarray) -> AskingRows | None:
+    def arrays(self, table: RowTable, schedule: Schedule, count: int, length: ndarray) -> AskingRows | None:
         """See `DecidedColumns.arrays`."""
         asking = [(i, own) for i, row in enumerate(schedule.rows) if (own := self.own[row]) is not None]
         logprobs = [(own, i) for i, own in asking if i < count and own.logprobs is not None]

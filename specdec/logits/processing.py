@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
@@ -132,7 +133,7 @@ class LogitsRows:
     """
 
     subjects: tuple[Subject, ...]
-    lens: np.ndarray
+    lens: ndarray
     prefixes: TokenPrefixes
 
     def some(self, index: Sequence[int]) -> LogitsRows:

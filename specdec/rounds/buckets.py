@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+from numpy import ndarray
 
 from attention.batch.transforms.windowed import most_listed_pages
 from drafters.loops.base import FixedShape, LoopSize
@@ -43,7 +43,7 @@ class PromptBudget:
     rows that decode. Rows of other calls wait for `max_num_prefill_tokens` at most.
     """
 
-    def __init__(self, config: EngineConfig, running: Sequence[Request], reading: np.ndarray, num_tokens: int) -> None:
+    def __init__(self, config: EngineConfig, running: Sequence[Request], reading: ndarray, num_tokens: int) -> None:
         """reading: [len(running)] which of them read prompts. num_tokens: of the other rows."""
         self._config = config
         self._num_tokens = num_tokens

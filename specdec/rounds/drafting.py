@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import HostBatch, offsets_within, owners_of, rows_batch
 from attention.staging import A, array
@@ -18,7 +19,7 @@ def draft_input(
     verified: Verified,
     schedule: Schedule,
     table: RowTable,
-    block_table: np.ndarray,
+    block_table: ndarray,
     page_size: int,
     reading: bool = True,
 ) -> DraftInput | None:
@@ -49,7 +50,7 @@ def draft_input(
     )
 
 
-def accepted_by_row(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
+def accepted_by_row(target: TargetArrays, num_accepted: ndarray) -> ndarray:
     """num_accepted [J] of the decided rows -> [B], 0 for prompts that are not read to their end."""
     if len(target.decided) == len(target.start):
         return num_accepted
@@ -58,12 +59,12 @@ def accepted_by_row(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarra
     return accepted
 
 
-def drafts_after(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
+def drafts_after(target: TargetArrays, num_accepted: ndarray) -> ndarray:
     """[B] drafts of every row after a verification that accepts num_accepted [B]."""
     return drafts_within(target.wanted, target.room - num_accepted)
 
 
-def rows_after(target: TargetArrays, num_accepted: np.ndarray) -> DraftingRows:
+def rows_after(target: TargetArrays, num_accepted: ndarray) -> DraftingRows:
     """Every row of a verification, from num_accepted [B] alone: before its commit.
 
     A row that the commit will end drafts in vain; a row that continues reading its prompt has no drafts.
@@ -98,7 +99,7 @@ class AheadArrays(Generic[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AheadInputs(AheadArrays[np.ndarray]):
+class AheadInputs(AheadArrays[ndarray]):
     """The same on the host.
 
     Attributes:
@@ -108,7 +109,7 @@ class AheadInputs(AheadArrays[np.ndarray]):
     """
 
     batches: tuple[HostBatch, ...]
-    carried: CarriedRows[np.ndarray] | None
+    carried: CarriedRows[ndarray] | None
 
 
 def ahead_inputs(target: TargetArrays, passes: PrefillPasses, num_carried: int = 0) -> AheadInputs:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import BatchExtra
@@ -63,7 +63,7 @@ class EarlyDrafts:
     host: Tensor
     copied: torch.cuda.Event | None
 
-    def wait(self) -> np.ndarray:
+    def wait(self) -> ndarray:
         """The drafts; the launches after them go on meanwhile."""
         if self.copied is not None:
             self.copied.synchronize()

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.fixed import LiveBatch
@@ -48,8 +49,8 @@ class _Pages:
 
     def __init__(
         self,
-        buffers: BatchArrays[np.ndarray],
-        start: np.ndarray,
+        buffers: BatchArrays[ndarray],
+        start: ndarray,
         shape: FixedShape,
         extras: tuple[BatchExtra, ...] = (),
     ) -> None:
@@ -72,7 +73,7 @@ class _Pages:
 class _WindowedPages:
     """Buffers of one of the target's windowed cache groups, whose page lists begin near its window."""
 
-    def __init__(self, buffers: BatchArrays[np.ndarray], reach: Reach, shape: FixedShape) -> None:
+    def __init__(self, buffers: BatchArrays[ndarray], reach: Reach, shape: FixedShape) -> None:
         self._reach = reach
         self._start = np.zeros(shape.rows, np.int32)
         self._seq_lens = np.zeros(shape.rows, np.int32)
@@ -80,7 +81,7 @@ class _WindowedPages:
         self.rows = np.zeros(shape.rows, np.int64)
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
 
-    def write(self, start: np.ndarray, table: WindowedTable, shape: FixedShape) -> WindowedBatch:
+    def write(self, start: ndarray, table: WindowedTable, shape: FixedShape) -> WindowedBatch:
         """Lengths and the page list of verifications from `start` [rows] on."""
         buffers = self._buffers
         size = shape.page_size
@@ -112,7 +113,7 @@ class _OwnPass:
     """A pass of the draft prefill with lengths of its own, on the head's pages: the verification, for module m > 0 m
     positions further back, or with the bonus token after it."""
 
-    def __init__(self, buffers: BatchArrays[np.ndarray], m: int, shape: FixedShape) -> None:
+    def __init__(self, buffers: BatchArrays[ndarray], m: int, shape: FixedShape) -> None:
         """shape: the pass's."""
         self._m = m
         self._shape = shape
@@ -122,7 +123,7 @@ class _OwnPass:
         self.positions = buffers.positions.reshape(shape.rows, shape.query_len)
         self.pages = _Pages(buffers, self._start, shape)
 
-    def write(self, start: np.ndarray) -> np.ndarray:
+    def write(self, start: ndarray) -> ndarray:
         """Lengths and the positions of all tokens for verifications from `start` [rows] on; returns the page counts."""
         np.subtract(start, self._m, out=self._start)
         np.maximum(self._start, 0, out=self._start)  # rows that are added
@@ -130,7 +131,7 @@ class _OwnPass:
         return _write_lengths(self._buffers, self._start, self._shape)
 
 
-def _write_lengths(buffers: BatchArrays[np.ndarray], start: np.ndarray, shape: FixedShape) -> np.ndarray:
+def _write_lengths(buffers: BatchArrays[ndarray], start: ndarray, shape: FixedShape) -> ndarray:
     """Lengths as the kernels see them, padding tokens included; returns the page counts [rows]."""
     last = start + (shape.query_len - 1)
     counts, within = np.divmod(last, shape.page_size)
@@ -258,21 +259,19 @@ class FixedTarget:
 
     def _write_slots(
         self,
-        slots: np.ndarray,
-        table: np.ndarray,
-        rows: np.ndarray,
-        pages: np.ndarray,
-        within: np.ndarray,
-        own: np.ndarray | None,
+        slots: ndarray,
+        table: ndarray,
+        rows: ndarray,
+        pages: ndarray,
+        within: ndarray,
+        own: ndarray | None,
     ) -> None:
         """Slots [rows, query_len] of all tokens on a group's pages, in these rows of `table`; own: `_write_tokens`."""
         slots_at(table, rows[:, None], pages, within, self._shape.page_size, out=slots)
         if own is not None:
             slots *= own
 
-    def _write_own(
-        self, place: _TargetPlace, target: TargetArrays, width: int, own: np.ndarray | None
-    ) -> list[HostBatch]:
+    def _write_own(self, place: _TargetPlace, target: TargetArrays, width: int, own: ndarray | None) -> list[HostBatch]:
         """The passes with lengths of their own; width: most pages of a row; own: see `_write_tokens`."""
         assert target.pages.head is not None
         if place.carried is not None:
@@ -294,7 +293,7 @@ class FixedTarget:
             batches.append(each.pages.batch.over(table))
         return batches
 
-    def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
+    def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> ndarray | None:
         """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""
         count = len(target.start)
         start = place.start

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
+from numpy import ndarray
 
 from attention.cached import cached_property
 from specdec.requests.sampling import SamplingArrays
@@ -31,7 +32,7 @@ def request_key(seed: int, sample_index: int) -> int:
     return int(_mix(_mix(seeds) ^ _mix(np.array([sample_index], np.uint64) + _GOLDEN))[0])
 
 
-def uniforms(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
+def uniforms(keys: ndarray, positions: ndarray, role: Role) -> ndarray:
     """Uniforms in [0, 1), float32 with 24 random bits.
 
     Args:
@@ -44,7 +45,7 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
     return ((position_bits(keys, positions, role) >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
 
 
-def position_bits(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
+def position_bits(keys: ndarray, positions: ndarray, role: Role) -> ndarray:
     """64 random bits [...] uint64; for the arguments see `uniforms`."""
     with np.errstate(over="ignore"):
         # Times 4: a position has one counter for each role.
@@ -52,12 +53,12 @@ def position_bits(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.nda
         return _mix(keys ^ _mix(counter * _GOLDEN + _GOLDEN))
 
 
-def noise_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def noise_seeds(keys: ndarray, positions: ndarray) -> ndarray:
     """Seeds [...] int64 of the noise of requests' tokens, see `specdec.requests.noise`; arguments as of `uniforms`."""
     return position_bits(keys, positions, Role.TOKEN).view(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: ndarray) -> ndarray:
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -78,8 +79,8 @@ class SamplingRound:
     """
 
     arrays: SamplingArrays
-    keys: np.ndarray
-    first: np.ndarray
+    keys: ndarray
+    first: ndarray
     num_decided: int
     num_drafting: int
     max_drafts: int
@@ -90,34 +91,34 @@ class SamplingRound:
         own = slice(0, self.num_decided)
         return replace(self, arrays=self.arrays.rows(own), keys=self.keys[own], first=self.first[own])
 
-    def draft_uniforms(self) -> np.ndarray:
+    def draft_uniforms(self) -> ndarray:
         """[R, n] float32, of the drafts that this round verifies."""
         return self._uniforms(np.arange(self.max_drafts), Role.DRAFT)[: self.num_drafting]
 
-    def accept_uniforms(self, num_drafts: int) -> np.ndarray:
+    def accept_uniforms(self, num_drafts: int) -> ndarray:
         """[B, num_drafts] float32, of acceptance."""
         return self._uniforms(np.arange(num_drafts), Role.ACCEPT)
 
-    def next_uniforms(self, places: int) -> np.ndarray:
+    def next_uniforms(self, places: int) -> ndarray:
         """[B, places] float32, of the token after the accepted drafts, for each of the n+1 places where it may be."""
         return self._uniforms(np.arange(places), Role.RESAMPLE)
 
-    def ahead_uniforms(self, places: int) -> np.ndarray:
+    def ahead_uniforms(self, places: int) -> ndarray:
         """[B, places] float32, for the drafts after this round: with a accepted drafts, draft j+1 has column a+j < 2K.
 
         Example: 1 of K=2 drafts is accepted. The next bonus token is at first+1, draft 1 at first+2, which is column 1.
         """
         return self._uniforms(np.arange(1, places + 1), Role.DRAFT)
 
-    def seeds(self, places: int) -> np.ndarray:
+    def seeds(self, places: int) -> ndarray:
         """[B, places] int64: the noise of the token at each position from `first` on, and of a draft of it."""
         return noise_seeds(self.keys[:, None], self.first[:, None] + np.arange(places))
 
-    def _uniforms(self, offsets: np.ndarray, role: Role) -> np.ndarray:
+    def _uniforms(self, offsets: ndarray, role: Role) -> ndarray:
         return uniforms(self.keys[:, None], self.first[:, None] + offsets, role)
 
 
-def sampling_round(target: TargetArrays, rows: np.ndarray, table: RowTable) -> SamplingRound:
+def sampling_round(target: TargetArrays, rows: ndarray, table: RowTable) -> SamplingRound:
     """Of a verification of these RowTable rows [B], of which some are sampled."""
     return SamplingRound(
         arrays=table.sampling(rows),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import BatchExtra
 from specdec.requests.sampling import SamplingArrays, SamplingParams
@@ -39,9 +40,9 @@ class ExtraColumns:
         table: RowTable,
         last: BatchExtra | None,
         schedule: Schedule,
-        start: np.ndarray,
-        num_accepted: np.ndarray,
-        tokens: np.ndarray | None,
+        start: ndarray,
+        num_accepted: ndarray,
+        tokens: ndarray | None,
     ) -> BatchExtra | None:
         """Arrays for a verification that is launched before the last one is committed; both are of the same rows, with
         one bonus token each.
@@ -54,9 +55,7 @@ class ExtraColumns:
                 tokens are committed: the table has every token before `start` but the accepted drafts.
         """
 
-    def commit(
-        self, table: RowTable, rows: np.ndarray, committed: BatchExtra | None, notes: Sequence[np.ndarray]
-    ) -> None:
+    def commit(self, table: RowTable, rows: ndarray, committed: BatchExtra | None, notes: Sequence[ndarray]) -> None:
         """Called after the commit of a verification of these rows [B] with these arrays; the table is advanced.
 
         notes: what was read with it, see `specdec.rounds.extras.RoundExtra.notes`.
@@ -85,7 +84,7 @@ class NeedsLogits(Protocol):
     """
 
     @property
-    def more_logits(self) -> np.ndarray: ...
+    def more_logits(self) -> ndarray: ...
 
 
 class RowTable:
@@ -145,7 +144,7 @@ class RowTable:
 
     def open(
         self,
-        tokens: np.ndarray,
+        tokens: ndarray,
         limit: int,
         drafts: int,
         key: int,
@@ -211,7 +210,7 @@ class RowTable:
         """There may be drafts after the row's next round, whether it has any itself: see `give`."""
         self.awaited[row] = self.gives = True
 
-    def awaits(self, rows: np.ndarray) -> bool:
+    def awaits(self, rows: ndarray) -> bool:
         """Whether any of these rows awaits drafts. Called every round: engines without such drafts look at no row."""
         return self.gives and bool(self.awaited[rows].any())
 
@@ -219,7 +218,7 @@ class RowTable:
         """No round of this row is launched before the last one is read: the host must know its tokens to decide it."""
         self.reads_first[row] = self.any_reads_first = True
 
-    def must_be_read(self, rows: np.ndarray) -> bool:
+    def must_be_read(self, rows: ndarray) -> bool:
         """Whether a round of these rows must be read before the next is launched: one awaits drafts, or reads first."""
         return self.awaits(rows) or (self.any_reads_first and bool(self.reads_first[rows].any()))
 
@@ -238,16 +237,16 @@ class RowTable:
             columns.close(row)
         self._free.append(row)
 
-    def mark_batch(self, rows: np.ndarray) -> None:
+    def mark_batch(self, rows: ndarray) -> None:
         """Note each row's place in the target batch just launched."""
         self.previous[:] = -1
         self.previous[rows] = np.arange(len(rows))
 
-    def prefilling(self, rows: np.ndarray) -> np.ndarray:
+    def prefilling(self, rows: ndarray) -> ndarray:
         """[R] bool, rows that still prefill: they read chunks and do not draft."""
         return self.computed[rows] < self.prefill[rows]
 
-    def pending(self, rows: np.ndarray) -> np.ndarray:
+    def pending(self, rows: ndarray) -> ndarray:
         """[R] int64, committed tokens that each row reads next: the rest of its prefill, else its bonus token."""
         return np.where(self.prefilling(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
 
@@ -257,15 +256,15 @@ class RowTable:
             count = count if columns.idle else min(count, columns.chunk(self, row, count, others))
         return count
 
-    def committed(self, row: int) -> np.ndarray:
+    def committed(self, row: int) -> ndarray:
         """A copy of the row's committed tokens."""
         return self.tokens[row, : self.length[row]].copy()
 
-    def any_sampled(self, rows: np.ndarray) -> bool:
+    def any_sampled(self, rows: ndarray) -> bool:
         """Whether any of these rows is not greedy. Called every round, so only temperatures are read."""
         return bool(np.count_nonzero(self._sampling.temperature[rows]))
 
-    def sampling(self, rows: np.ndarray) -> SamplingArrays:
+    def sampling(self, rows: ndarray) -> SamplingArrays:
         """Sampling parameters of selected rows."""
         return self._sampling.rows(rows)
 
@@ -281,9 +280,9 @@ class Schedule:
         num_arrived: how many of those, the last ones, have brought their drafts along: no draft loop made them here.
     """
 
-    rows: np.ndarray
-    num_new: np.ndarray
-    num_drafts: np.ndarray
+    rows: ndarray
+    num_new: ndarray
+    num_drafts: ndarray
     num_arrived: int = 0
 
     @property
@@ -297,7 +296,7 @@ class Schedule:
         return int(self.num_new.sum() + self.num_drafts.sum())
 
 
-def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
+def draft_room(max_model_len: int | ndarray, bonus_positions: ndarray, tokens_left: ndarray) -> ndarray:
     """Drafts that the limits allow, without K: min(max_model_len - 1 - bonus, tokens_left - 1); may be negative.
 
     Every further committed token takes one from it, so after a verification it follows without the limits.
@@ -314,7 +313,7 @@ def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tok
     return np.minimum(max_model_len - 1 - bonus_positions, tokens_left - 1)
 
 
-def drafts_within(num_speculative_tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
+def drafts_within(num_speculative_tokens: ndarray, room: ndarray) -> ndarray:
     """Drafts of each row: its own K, at most the room, at least 0.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.batch.host import HostBatch
@@ -98,7 +99,7 @@ class PassesSection:
             found |= section.sizes(2 * rows if entries is None else rows, more, pages, entries)
         return found
 
-    def values(self, batches: Sequence[HostBatch], carried: CarriedRows[np.ndarray] | None) -> Arrays:
+    def values(self, batches: Sequence[HostBatch], carried: CarriedRows[ndarray] | None) -> Arrays:
         """The arrays of a round of any shape, by their names in the arena."""
         found = {} if self._first is None else self._first.values(batches[0])
         for section, batch in zip(self._own, batches[self.num_shared :], strict=True):
@@ -106,8 +107,8 @@ class PassesSection:
         return found if carried is None or self._carried is None else found | self._carried.values(carried)
 
     def buffers(
-        self, host: Arrays, target: BatchArrays[np.ndarray]
-    ) -> tuple[list[BatchArrays[np.ndarray]], CarriedRows[np.ndarray] | None]:
+        self, host: Arrays, target: BatchArrays[ndarray]
+    ) -> tuple[list[BatchArrays[ndarray]], CarriedRows[ndarray] | None]:
         """Host buffers of every pass, and of the carried rows. target: the verification's."""
         found = [section.buffers(host) for section in self._own]
         if self._first is not None:
@@ -253,7 +254,7 @@ class SamplingSection:
         drafts = sampling.max_drafts
         own = sampling.decided
         if self._keyed:
-            uniforms = Uniforms[np.ndarray](seed=own.seeds(drafts + 1))
+            uniforms = Uniforms[ndarray](seed=own.seeds(drafts + 1))
         else:
             accept = own.accept_uniforms(drafts)
             following = own.next_uniforms(drafts + 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import BatchExtra, HostBatch, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
@@ -28,10 +29,10 @@ class Verified:
         num_drafts, num_accepted: [B].
     """
 
-    query_start_loc: np.ndarray
-    rows: np.ndarray
-    num_drafts: np.ndarray
-    num_accepted: np.ndarray
+    query_start_loc: ndarray
+    rows: ndarray
+    num_drafts: ndarray
+    num_accepted: ndarray
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class WindowedTable:
     """
 
     reach: Reach
-    block_table: np.ndarray
-    rows: np.ndarray
+    block_table: ndarray
+    rows: ndarray
 
 
 class RoundTables(NamedTuple):
@@ -58,12 +59,12 @@ class RoundTables(NamedTuple):
         page_size: tokens a page. windowed: full tables of the target's further cache groups, with a round's rows.
     """
 
-    target: np.ndarray
-    head: np.ndarray | None
+    target: ndarray
+    head: ndarray | None
     page_size: int
     windowed: tuple[WindowedTable, ...] = ()
 
-    def rows(self, rows: np.ndarray) -> RoundTables:
+    def rows(self, rows: ndarray) -> RoundTables:
         """The tables of these rows [B]; `windowed` already refers to them."""
         head = None if self.head is None else self.head[rows]
         return RoundTables(self.target[rows], head, self.page_size, self.windowed)
@@ -92,7 +93,7 @@ class VerificationArrays(Generic[A]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetInputs(VerificationArrays[np.ndarray]):
+class TargetInputs(VerificationArrays[ndarray]):
     """A verification on the host. batch: its attention."""
 
     batch: HostBatch
@@ -118,25 +119,25 @@ class TargetArrays:
         given: [R, n] int32 drafts that the host knows, -1 where the row's drafts are on the device; None where all are.
     """
 
-    start: np.ndarray
-    num_new: np.ndarray
-    drafts: np.ndarray
+    start: ndarray
+    num_new: ndarray
+    drafts: ndarray
     num_drafting: int
-    tokens: np.ndarray
-    decided: np.ndarray
-    wanted: np.ndarray
-    room: np.ndarray
-    following: np.ndarray
-    request_rows: np.ndarray
+    tokens: ndarray
+    decided: ndarray
+    wanted: ndarray
+    room: ndarray
+    following: ndarray
+    request_rows: ndarray
     pages: RoundTables
-    sources: np.ndarray | None = None
-    begins: np.ndarray | None = None
+    sources: ndarray | None = None
+    begins: ndarray | None = None
     extras: tuple[BatchExtra | None, ...] = ()
     num_arrived: int = 0
-    given: np.ndarray | None = None
+    given: ndarray | None = None
 
     @cached_property
-    def lens(self) -> np.ndarray:
+    def lens(self) -> ndarray:
         """[B] tokens of each row."""
         return self.num_new + self.drafts
 
@@ -151,12 +152,12 @@ class TargetArrays:
         return len(self.decided) == len(self.start) and bool((self.num_new == 1).all())
 
     @cached_property
-    def query_start_loc(self) -> np.ndarray:
+    def query_start_loc(self) -> ndarray:
         """[B+1]."""
         return np.concatenate([[0], np.cumsum(self.lens)])
 
     @cached_property
-    def num_drafts(self) -> np.ndarray:
+    def num_drafts(self) -> ndarray:
         """[J] drafts of the decided rows."""
         return self.drafts[self.decided]
 
@@ -249,7 +250,7 @@ def target_arrays(
     return target
 
 
-def _given(schedule: Schedule, table: RowTable) -> np.ndarray | None:
+def _given(schedule: Schedule, table: RowTable) -> ndarray | None:
     """See `TargetArrays.given`; only rows with as many given drafts as they may have are included."""
     if not table.gives:
         return None
@@ -268,9 +269,9 @@ def target_after(
     target: TargetArrays,
     table: RowTable,
     pages: RoundTables,
-    drafts: np.ndarray,
-    num_accepted: np.ndarray,
-    tokens: np.ndarray | None = None,
+    drafts: ndarray,
+    num_accepted: ndarray,
+    tokens: ndarray | None = None,
 ) -> TargetArrays:
     """The verification after an uncommitted one of bonus tokens, of the same rows in the same order.
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import HostBatch, offsets_within, owners_of, starts_of
 from attention.checking import require
@@ -58,16 +59,16 @@ class Tiles:
     cluster: int
     clusters: int
     size: int
-    query_lens: np.ndarray
-    query_start_loc: np.ndarray
-    row: np.ndarray
-    first: np.ndarray
-    width: np.ndarray
-    start: np.ndarray
-    unseen: np.ndarray
+    query_lens: ndarray
+    query_start_loc: ndarray
+    row: ndarray
+    first: ndarray
+    width: ndarray
+    start: ndarray
+    unseen: ndarray
 
     @classmethod
-    def of(cls, query_start_loc: np.ndarray, heads: int, sms: int) -> Tiles:
+    def of(cls, query_start_loc: ndarray, heads: int, sms: int) -> Tiles:
         """query_start_loc [B+1]; `sms` multiprocessors."""
         query_lens = np.diff(query_start_loc)
         pairs = query_lens.astype(np.int64) * heads
@@ -96,11 +97,11 @@ class Tiles:
         """Most items of a batch of these tiles: split-KV adds no more than one per cluster."""
         return len(self.row) + self.clusters
 
-    def keys(self, seq_lens: np.ndarray) -> np.ndarray:
+    def keys(self, seq_lens: ndarray) -> ndarray:
         """[T] keys that each tile reads, of rows with seq_lens [B]."""
         return np.maximum(seq_lens[self.row] - self.unseen, 0)
 
-    def chunk_size(self, keys: np.ndarray) -> int:
+    def chunk_size(self, keys: ndarray) -> int:
         """Most keys of an item, for tiles with keys [T]."""
         mean = max(-(-int(keys.sum()) // self.clusters), 1)
         return LEAST_KEYS if mean <= LEAST_KEYS else -(-mean // 256) * 256
@@ -119,16 +120,16 @@ class SplitKV:
     """
 
     chunk_size: int
-    num_chunks: np.ndarray
-    tile: np.ndarray
-    row: np.ndarray
-    begin: np.ndarray
-    limit: np.ndarray
-    starts: np.ndarray
-    place: np.ndarray
+    num_chunks: ndarray
+    tile: ndarray
+    row: ndarray
+    begin: ndarray
+    limit: ndarray
+    starts: ndarray
+    place: ndarray
 
     @classmethod
-    def of(cls, tiles: Tiles, keys: np.ndarray) -> SplitKV:
+    def of(cls, tiles: Tiles, keys: ndarray) -> SplitKV:
         """keys: [T]."""
         chunk_size = tiles.chunk_size(keys)
         num_chunks = _num_chunks(keys, chunk_size)
@@ -143,17 +144,17 @@ class SplitKV:
             chunk_size, num_chunks, tile, tiles.row[tile], begin[order], limit[order], starts, np.cumsum(size) - size
         )
 
-    def serves(self, tiles: Tiles, keys: np.ndarray) -> bool:
+    def serves(self, tiles: Tiles, keys: ndarray) -> bool:
         """Whether rows of other lengths have the same KV chunks."""
         chunk_size = tiles.chunk_size(keys)
         return chunk_size == self.chunk_size and bool((_num_chunks(keys, chunk_size) == self.num_chunks).all())
 
 
-def _num_chunks(keys: np.ndarray, chunk_size: int) -> np.ndarray:
+def _num_chunks(keys: ndarray, chunk_size: int) -> ndarray:
     return np.where(keys <= WHOLE_KEYS, 1, -(-keys // chunk_size))
 
 
-def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
+def _shared_out(keys: ndarray, clusters: int) -> tuple[ndarray, ndarray]:
     """The order of items with `keys` [N] by cluster, and where each cluster's begin [clusters+1].
 
     One per cluster while that is enough; otherwise longest first, in alternating direction over the clusters.
@@ -196,12 +197,12 @@ class PlanLayout:
         partial_bytes = 2 * tiles.clusters * tiles.size * LATENT_DIM * 2
         return cls((tiles.cluster, tiles.clusters, *places, 0, partial_bytes), starts, counts, 4 * end)
 
-    def arrays(self, out: np.ndarray) -> Arrays:
+    def arrays(self, out: ndarray) -> Arrays:
         """The arrays in `out`, int32."""
         return {name: out[start : start + self.counts[name]] for name, start in self.starts.items()}
 
 
-def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: np.ndarray, host: HostBatch) -> None:
+def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: ndarray, host: HostBatch) -> None:
     """Write a whole plan for tiles with keys [T] of a batch; entries past the last item stay as they are."""
     tile = split.tile
     row = split.row
@@ -220,7 +221,7 @@ def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: np.ndarray, ho
     write_lengths(arrays, split, keys, host)
 
 
-def write_lengths(arrays: Arrays, split: SplitKV, keys: np.ndarray, host: HostBatch) -> None:
+def write_lengths(arrays: Arrays, split: SplitKV, keys: ndarray, host: HostBatch) -> None:
     """Update a plan whose KV chunks stay for other lengths: page offsets, lengths and last keys."""
     tile = split.tile
     row = split.row
@@ -230,7 +231,7 @@ def write_lengths(arrays: Arrays, split: SplitKV, keys: np.ndarray, host: HostBa
     np.minimum(split.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
 
 
-def _merges(tiles: Tiles, split: SplitKV, keys: np.ndarray) -> np.ndarray:
+def _merges(tiles: Tiles, split: SplitKV, keys: ndarray) -> ndarray:
     """[5, M] int64, one column per block that reduces some pairs of a split tile, in the order of `MERGES`."""
     split_tiles = np.flatnonzero(split.num_chunks > 1)
     width = tiles.width[split_tiles]

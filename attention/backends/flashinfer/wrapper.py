@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from attention.backends.building import ASIDE, Build, in_background
@@ -144,9 +145,9 @@ class PlanShape:
 class Part:
     """Rows planned together: host arrays for the planner, device arrays for the kernel; token rows [start, stop)."""
 
-    query_start_loc: np.ndarray
-    page_indptr: np.ndarray
-    seq_lens: np.ndarray
+    query_start_loc: ndarray
+    page_indptr: ndarray
+    seq_lens: ndarray
     device_query_start_loc: Tensor
     device_page_indptr: Tensor
     device_last_page_len: Tensor
@@ -328,12 +329,11 @@ class Kernel:
         wrapper._paged_kv_indptr_buf = part.device_page_indptr
         wrapper._paged_kv_last_page_len_buf = part.device_last_page_len
         wrapper._paged_kv_indices_buf = part.device_page_indices
-        tokens = part.stop - part.start
         before = wrapper._plan_info
         wrapper._plan_info = wrapper._cached_module.plan(
             wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
             torch.from_numpy(part.query_start_loc), torch.from_numpy(part.page_indptr), torch.from_numpy(part.seq_lens),
-            tokens, len(part.seq_lens), *self._plan_tail,
+            part.stop - part.start, len(part.seq_lens), *self._plan_tail,
         )  # fmt: skip
         if self._is_fixed and CHECKS.on:
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
@@ -352,7 +352,7 @@ class Kernel:
         """
         return self._decisive(host.query_start_loc, host.page_indptr) == self._planned
 
-    def _decisive(self, query_start_loc: np.ndarray, page_indptr: np.ndarray) -> bytes:
+    def _decisive(self, query_start_loc: ndarray, page_indptr: ndarray) -> bytes:
         """What a plan of a fixed shape depends on: a comparison of so few numbers costs numpy ten times more."""
         pages = page_indptr.tobytes() if self._splits else b""
         return pages + query_start_loc.tobytes() if self._is_uneven else pages

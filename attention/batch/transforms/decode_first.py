@@ -28,13 +28,14 @@ Source: vllm-project/vllm, vllm/v1/attention/backends/utils.py, reorder_batch_to
 from __future__ import annotations
 
 import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import HostBatch, offsets_within, starts_of
 from attention.checking import whole_number
 from attention.errors import InvalidInputError
 
 
-def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarray:
+def decode_first_swaps(query_lens: ndarray, longest_decode: int) -> ndarray:
     """The fewest swaps that bring the short rows before the long ones.
 
     Args:
@@ -51,7 +52,7 @@ def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarra
     return np.stack([np.flatnonzero(~is_short[:front]), front + np.flatnonzero(is_short[front:])], axis=1)
 
 
-def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
+def swapped(batch: HostBatch, swaps: ndarray) -> HostBatch:
     """The batch with the rows of each pair exchanged, their tokens with them; once more with the same swaps undoes it.
 
     swaps: [n, 2] pairs of rows, none of which occurs twice, e.g. of `decode_first_swaps`. Without pairs the batch
@@ -77,7 +78,7 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
     )
 
 
-def token_order(batch: HostBatch, swaps: np.ndarray) -> np.ndarray:
+def token_order(batch: HostBatch, swaps: ndarray) -> ndarray:
     """[T] int64, the token of `batch` at each place of `swapped(batch, swaps)`.
 
     For queries in the batch's order, the swapped batch takes `queries[token_order(batch, swaps)]`. Its output is in the
@@ -91,7 +92,7 @@ def token_order(batch: HostBatch, swaps: np.ndarray) -> np.ndarray:
     return np.repeat(batch.query_start_loc[:-1][order], lens) + offsets_within(lens)
 
 
-def _row_order(batch: HostBatch, swaps: np.ndarray) -> np.ndarray:
+def _row_order(batch: HostBatch, swaps: ndarray) -> ndarray:
     """[B] int64, the row of `batch` at each place after the swaps."""
     pairs = np.asarray(swaps)
     rows = pairs.reshape(-1)

@@ -42,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 
 from attention.batch.host import HostBatch, offsets_within, owners_of, page_layout
 from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
@@ -115,7 +116,7 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
     return virtual
 
 
-def _virtual_rows(batch: HostBatch, chunk_size: int, row: np.ndarray, chunk: np.ndarray) -> HostBatch:
+def _virtual_rows(batch: HostBatch, chunk_size: int, row: ndarray, chunk: ndarray) -> HostBatch:
     """Row row[i] of a batch in its chunk chunk[i], for each virtual row [V]; on the null page where it has no query."""
     start = chunk * chunk_size  # [V] position of the chunk's first key
     first = np.maximum(batch.num_computed_tokens[row], start)  # [V] position of the first query

@@ -24,6 +24,7 @@ from math import lcm
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from attention.batch.host import HostBatch, page_layout, slots_of
 from attention.errors import InvalidInputError
@@ -34,7 +35,7 @@ TILE_KEYS = 128
 tiles, so that roundings, and with the batch-invariant kernel every bit, stay the same."""
 
 
-def first_listed(start: np.ndarray, reach: Reach, page_size: int) -> np.ndarray:
+def first_listed(start: ndarray, reach: Reach, page_size: int) -> ndarray:
     """The first token on the page list of rows whose first query is at `start` (any shape).
 
     >>> first_listed(np.array([0, 31, 159, 300]), Reach(32), 16).tolist()
@@ -65,7 +66,7 @@ class WindowedBatch(HostBatch):
         """arrays: the fields of HostBatch but the block table, and `page_counts`, `page_indptr`, `page_indices`."""
         vars(self).update(arrays)
 
-    def _table(self) -> np.ndarray:
+    def _table(self) -> ndarray:
         used = np.arange(int(self.page_counts.max(initial=0))) < self.page_counts[:, None]
         table = np.zeros(used.shape, np.int32)
         table[used] = self.page_indices
@@ -74,7 +75,7 @@ class WindowedBatch(HostBatch):
     block_table: Any = property(_table)
 
 
-def listed_pages(table: np.ndarray, rows: np.ndarray, first_pages: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def listed_pages(table: ndarray, rows: ndarray, first_pages: ndarray, counts: ndarray) -> ndarray:
     """Concatenate counts[i] entries of row rows[i] of table [R, P] from column first_pages[i] on: [sum(counts)].
 
     >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([0, 1]), np.array([1, 0]), np.array([2, 1])).tolist()
@@ -83,7 +84,7 @@ def listed_pages(table: np.ndarray, rows: np.ndarray, first_pages: np.ndarray, c
     return pages_from(table, rows * table.shape[1] + first_pages, counts)
 
 
-def pages_from(pages: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def pages_from(pages: ndarray, begins: ndarray, counts: ndarray) -> ndarray:
     """Concatenate counts[i] entries of `pages`, read flat, from begins[i] on: [sum(counts)]."""
     before = np.cumsum(counts)
     before -= counts
@@ -92,7 +93,7 @@ def pages_from(pages: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.
     return pages.take(places)
 
 
-def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, reach: Reach) -> HostBatch:
+def windowed_batch(batch: HostBatch, block_table: ndarray, rows: ndarray, reach: Reach) -> HostBatch:
     """The rows of `batch` on a group's pages, whose layers see this `reach`.
 
     Args:
