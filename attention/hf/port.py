@@ -111,7 +111,10 @@ def specdec_attention(
     port, layer = getattr(module, _BOUND, (None, 0))
     if port is None:
         raise UnsupportedAttentionError(f"{_OUTSIDE} ({type(module).__name__} is not bound to a paged cache)")
-    k, v, latent, sinks = _by_token(key), _by_token(value), port._latent[layer], kwargs.get("s_aux")
+    k = _by_token(key)
+    v = _by_token(value)
+    latent = port._latent[layer]
+    sinks = kwargs.get("s_aux")
     q = _by_token(query) if latent is None else latent.absorb_query(query[0])
     if torch.compiler.is_compiling():
         attended = opaque_attend(q, k, v, sinks, port._channel.number, layer)

@@ -63,7 +63,10 @@ class TokenIndex:
         >>> index.longest(index.tokens), index.propose(4)
         (Match(place=1, length=2, agreeing=1), [7, 5])
         """
-        key, modulus, last, before = self._key, self._modulus, self._last, self._before
+        key = self._key
+        modulus = self._modulus
+        last = self._last
+        before = self._before
         first = len(self.tokens)
         self.tokens.extend(tokens)
         for place, token in enumerate(tokens, first):

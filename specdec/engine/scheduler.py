@@ -279,7 +279,8 @@ class Scheduler:
         for pages in self.windowed_pages:
             size(pages, rows, tokens)
         if self.head_pages is not None:
-            drafts, block = self._table.drafts[rows], self._config.block_size
+            drafts = self._table.drafts[rows]
+            block = self._config.block_size
             more = np.minimum(tokens + np.maximum(drafts, block), self._config.max_model_len + block)
             size(self.head_pages, rows, np.where(drafts > 0, more, 0))
         if CHECKS.on and self.prefixes is not None:

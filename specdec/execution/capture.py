@@ -160,7 +160,8 @@ class DraftCapture:
         target: the verification's planner.
         """
         rows, query_len = result.tokens.shape
-        planners, planned = [], []
+        planners = []
+        planned = []
         for m, metadata in enumerate(round_.prefill):  # only the first, without a bonus token, has `target`'s lengths
             if not self.loop.prefill_attends:
                 planned.append(PlannedBatch(metadata, {}))
@@ -197,7 +198,8 @@ class DraftCapture:
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
     ) -> Chosen | None:
         """Run over every token row of the verification (query_len for each row), up to the last accepted token."""
-        rows, tokens = len(result.tokens), result.tokens
+        rows = len(result.tokens)
+        tokens = result.tokens
         bonus = round_.prefill[0].num_tokens // rows - tokens.shape[1]
         if bonus:
             tokens = torch.cat([round_.target.token_ids.view(rows, -1)[:, :1], tokens], 1)
@@ -339,6 +341,7 @@ def rehearse_decisions(
     new = logits.new_zeros
     proposal = None if drawn is None else drawn.proposal_of(rows, None)
     for num_drafts in range(most_drafts + 1):
-        index, counts = new(rows, num_drafts + 1, dtype=torch.int64), new(rows, dtype=torch.int64)
+        index = new(rows, num_drafts + 1, dtype=torch.int64)
+        counts = new(rows, dtype=torch.int64)
         result = PackedResult.zeros(rows, num_drafts, logits.device)
         decide_sampled(logits, greedy_ids(logits), index, counts, sampling.first(rows), result, proposal)

@@ -96,17 +96,20 @@ class GraphExecutor:
             UnsupportedModelError: the backend is batch-invariant and the model is a mixture of experts.
             InvalidInputError: the head's draft loop has no fixed-shape form.
         """
-        started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
+        started = time.perf_counter()
+        self._memory = torch.cuda.memory_reserved()
         invariant = target.runner.batch_invariant
         model = compiled_model(target.hf_model)
-        self._target, self._extras = target, config.extras
+        self._target = target
+        self._extras = config.extras
         device = target.hf_model.device
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.group)
         self.before_capture: Callable[[], None] | None = None
         fixed = config if drafter is not None else replace(config, num_speculative_tokens=0)
         self._query_len = fixed.num_speculative_tokens + 1  # drafts that the host knows have rounds of any shape
-        rows, self._nobody = graph_rows(config.max_num_seqs, self._query_len), empty_target(fixed)
+        rows = graph_rows(config.max_num_seqs, self._query_len)
+        self._nobody = empty_target(fixed)
         self._sizes, self._sent, self._keyed = rows[::-1], 0, config.keyed
         self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device, config.keyed)
         self._drawn: SampledDrafts | None = None
@@ -157,7 +160,8 @@ class GraphExecutor:
             UnsupportedAttentionError: the attention backend has no plans that a graph can hold.
             UnsupportedModelError: the backend is batch-invariant and the model is not.
         """
-        started, target = time.perf_counter(), self._target
+        started = time.perf_counter()
+        target = self._target
         invariant = target.runner.batch_invariant
         with self._compiling():
             if invariant:
@@ -244,7 +248,8 @@ class GraphExecutor:
         if round_.bucket is None:
             return self._verify_ragged(round_, draft)
         bucket = self._buckets[round_.bucket]
-        device, extras = bucket.device, round_.target.extras
+        device = bucket.device
+        extras = round_.target.extras
         draft = None if self._loop is None else Draft(self._loop.drafts, None)
         if round_.target.given is not None:
             self._give(round_.target, round_.target.given)
@@ -256,7 +261,8 @@ class GraphExecutor:
         elif round_.sampling is not None:
             self._send_sampling(round_.sampling)
             bucket.decide.replay()
-        rows, result = round_.num_rows, bucket.result.rows(round_.num_rows)
+        rows = round_.num_rows
+        result = bucket.result.rows(round_.num_rows)
         decision = Decision(bucket.logits, logits, device.logit_index[:rows], result.tokens)
         read = self.reads.start(result, device.num_drafts[:rows], noted(self._extras, extras, decision))
         aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
@@ -281,9 +287,11 @@ class GraphExecutor:
         assert device is not None
         if draft is not None and self._loop is not None:
             self._target.group.share(self._loop.drafts)
-        token_ids, sources = fill_from_loop(device, draft), device.sources
+        token_ids = fill_from_loop(device, draft)
+        sources = device.sources
         if round_.target.given is not None:
-            draft, device = filled_drafts(device, token_ids, draft), replace(device, sources=None)
+            draft = filled_drafts(device, token_ids, draft)
+            device = replace(device, sources=None)
         extras = round_.target.extras
         early = read_early(self._extras, extras, partial(in_order, draft, device))
         logits = self._ragged.logits(token_ids, device.metadata, device.logits_indices)
@@ -395,8 +403,10 @@ class GraphExecutor:
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")
-        round_, target = self._empty_round(rows), self._target
-        token_ids, metadata = round_.target.token_ids, round_.target.metadata
+        round_ = self._empty_round(rows)
+        target = self._target
+        token_ids = round_.target.token_ids
+        metadata = round_.target.metadata
         count = fuse_siblings(
             target.hf_model,
             lambda: target.forward(token_ids, target.runner.blank(metadata), round_.target.logits_indices),
@@ -414,6 +424,7 @@ def _fixed_form(target: Target, drafter: Drafter, config: EngineConfig) -> Fixed
     loop = drafter.loop
     if not isinstance(loop, GraphLoop):
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
-    aux, limits = target.aux_hidden_states(config.max_num_batched_tokens), loop_limits(config)
+    aux = target.aux_hidden_states(config.max_num_batched_tokens)
+    limits = loop_limits(config)
     limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
     return loop.fixed_form(drafter.runner, aux, limits, greedy_drafts, compiled)

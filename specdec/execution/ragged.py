@@ -111,7 +111,8 @@ class RaggedTarget:
 
     def logits(self, token_ids: Tensor, metadata: CommonAttentionMetadata, logits_indices: Tensor) -> Tensor:
         """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
-        count, rows = len(token_ids), len(logits_indices)
+        count = len(token_ids)
+        rows = len(logits_indices)
         graph = self._graph(token_bucket(count, self._most_tokens), self._index_bucket(rows))
         graph.token_ids[:count].copy_(token_ids)
         graph.positions[:count].copy_(self._target.rotary_positions(metadata))
@@ -131,7 +132,8 @@ class RaggedTarget:
         The largest bucket twice: of prompts alone, which decide at most one token a row, and of a call's prompts beside
         its own rows that decode.
         """
-        config, query_len = self._config, self._config.num_speculative_tokens + 1
+        config = self._config
+        query_len = self._config.num_speculative_tokens + 1
         for indices in (config.max_num_seqs, self._most_indices):
             self._graph(token_bucket(self._most_tokens, self._most_tokens), self._index_bucket(indices))
         for n in rows:
@@ -225,9 +227,11 @@ class RaggedPrefill:
         accepted = accepted.index_select(0, ahead.decided_place)
         if not self._loop.prefill_attends:
             return accepted, self._run_plainly(result, ahead, accepted)
-        count, rows = len(ahead.token_ids), len(ahead.last_row)
+        count = len(ahead.token_ids)
+        rows = len(ahead.last_row)
         graph = self._graph(token_bucket(count, self._most_tokens))
-        ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
+        ids = graph.inputs.token_ids
+        last_row = graph.inputs.last_row
         ids[:count].copy_(ahead.token_ids)
         ids.index_copy_(0, ahead.token_places, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
@@ -244,8 +248,10 @@ class RaggedPrefill:
     def _run_plainly(self, result: PackedResult, ahead: DeviceAhead, accepted: Tensor) -> Chosen | None:
         """Operator by operator: a prefill that attends nothing."""
         drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
-        token_ids, (own,) = ahead.token_ids.index_copy(0, ahead.token_places, drafts), ahead.passes
-        inputs, unplanned = FixedPrefill(token_ids, ahead.last_row + accepted), PlannedBatch(own, {})
+        token_ids = ahead.token_ids.index_copy(0, ahead.token_places, drafts)
+        (own,) = ahead.passes
+        inputs = FixedPrefill(token_ids, ahead.last_row + accepted)
+        unplanned = PlannedBatch(own, {})
         return self._loop.prefill(inputs, [own.positions], PassesAttend(self._runner, [unplanned]), compiled=False)
 
     def capture_expected(self, mixed: Iterable[int]) -> None:
@@ -268,7 +274,8 @@ class RaggedPrefill:
 
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
-            new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), self.num_rows
+            new = partial(torch.zeros, dtype=torch.int64, device=self._device)
+            rows = self.num_rows
             nobody = new(rows).fill_(-1)  # request rows of -1: the captured launch writes to no request's place
             carried = CarriedRows(nobody, new(tokens)) if self._passes.count > 1 else None
             inputs = FixedPrefill(new(tokens), new(rows), carried)

@@ -83,7 +83,8 @@ class SampledDrafts:
         owner, place = self._slots(chosen)
         rows = len(chosen.ids) // chosen.slots
         uniform = self._sampling.ahead_uniform[:rows].index_select(0, owner)
-        kept, drafts = self._kept(chosen.logits)[:rows].flatten(0, 1), self._drafts[:rows].view(-1)
+        kept = self._kept(chosen.logits)[:rows].flatten(0, 1)
+        drafts = self._drafts[:rows].view(-1)
         draw_drafts(
             chosen.logits,
             chosen.ids,
@@ -97,21 +98,25 @@ class SampledDrafts:
 
     def _slots(self, chosen: Chosen) -> tuple[Tensor, Tensor]:
         """[R·slots] int64 each: the row of a choice, and accepted drafts before it with those of its own block."""
-        rows, slots = len(chosen.ids) // chosen.slots, torch.arange(chosen.slots, device=chosen.ids.device)
+        rows = len(chosen.ids) // chosen.slots
+        slots = torch.arange(chosen.slots, device=chosen.ids.device)
         owner = torch.arange(rows, device=slots.device).repeat_interleave(chosen.slots, output_size=len(chosen.ids))
         return owner, (self._accepted[:rows, None] + slots).flatten()
 
     def _choose_keyed(self, step: int, chosen: Chosen) -> None:
         """By the noise of the drafts' positions: the acceptance then needs nothing of what they were drawn from."""
-        seeds, rows = self._sampling.seed, len(chosen.ids) // chosen.slots
+        seeds = self._sampling.seed
+        rows = len(chosen.ids) // chosen.slots
         last = seeds.shape[1] - 1
         if chosen.slots == 1:
             at = (self._accepted[:rows] + (step + 1)).clamp(max=last)
-            own, drafts = seeds[:rows].gather(1, at[:, None])[:, 0], self._drafts[:rows, step]
+            own = seeds[:rows].gather(1, at[:, None])[:, 0]
+            drafts = self._drafts[:rows, step]
             sampling = self._sampling.tensors.first(rows)
         else:
             owner, place = self._slots(chosen)
-            own, drafts = seeds[owner, (place + 1).clamp(max=last)], self._drafts[:rows].view(-1)
+            own = seeds[owner, (place + 1).clamp(max=last)]
+            drafts = self._drafts[:rows].view(-1)
             sampling = self._sampling.tensors.rows(owner)
         ids = draw_keyed(chosen.logits, chosen.ids, sampling, own, target_ids=self._target_ids, out=drafts)
         chosen.ids.copy_(ids)  # of greedy rows as before

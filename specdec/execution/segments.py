@@ -127,7 +127,8 @@ def record_segments(
         The graphs, and the result of the captured launch, into which each replay writes.
     """
     launch(_nothing, None if others is None else others.blank())
-    stream, cutter = _capture_stream(), _Cutter(pool, group)
+    stream = _capture_stream()
+    cutter = _Cutter(pool, group)
     # The capture stream must see what was launched here before, such as the run that loads and allocates.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -162,7 +162,10 @@ def assemble(parts: Parts, cuda_graphs: OrAuto, group: Group) -> Assembly:
         UnsupportedModelError: the target would come out wrong.
         UnsupportedAttentionError: the backend lacks a variant.
     """
-    probed, head, config, loop = parts.probed, parts.head, parts.config, parts.loop
+    probed = parts.probed
+    head = parts.head
+    config = parts.config
+    loop = parts.loop
     choice = choose_graphs(parts.backend, loop, cuda_graphs, uncapturable(probed, head))
     if group.size > 1:  # one without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=not choice.reason)
@@ -205,7 +208,10 @@ def _checked(target: Target, drafter: Drafter | None, parts: Parts, choice: Grap
     Raises:
         UnsupportedModelError: the target comes out wrong; this is raised before any other error.
     """
-    probed, config, model, head = parts.probed, parts.config, parts.probed.model, parts.head
+    probed = parts.probed
+    config = parts.config
+    model = parts.probed.model
+    head = parts.head
     graphs = Graphs(target, drafter, config, choice)
     tests = parts.self_test
     error = parts.self_test.error

@@ -253,7 +253,8 @@ def chosen_loop(
     head: Head | None, config: EngineConfig, options: LoadOptions, graphs: bool, lookup: bool
 ) -> AnyLoop | None:
     """The head's draft loop. Raises InvalidInputError: it or its rounds cannot end verifications by confidence."""
-    limits, least = loop_limits(config), options.min_confidence
+    limits = loop_limits(config)
+    least = options.min_confidence
     if least is None:
         return None if head is None else head.draft_loop(limits)
     if not isinstance(head, RatesDrafts) or not head.has_confidence:

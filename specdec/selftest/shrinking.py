@@ -20,7 +20,10 @@ from specdec.values import Options
 VOCAB = 128
 MAX_POSITIONS = 512
 """Positions that a miniature has; its rows are shorter."""
-_HIDDEN, _HEADS, _HEAD_DIM, _ROPE_DIM = 64, 4, 16, 8
+_HIDDEN = 64
+_HEADS = 4
+_HEAD_DIM = 16
+_ROPE_DIM = 8
 _LOW = 20
 _FAR = 4096
 """A threshold that is exercised, and one that no row of a miniature reaches."""

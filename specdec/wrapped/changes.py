@@ -335,7 +335,10 @@ class WeightVersions:
         return before != self._count
 
     def _looks_different(self) -> bool:
-        before, versions, hooks, addresses = self._tensors, self._versions, self._hooks, self._addresses
+        before = self._tensors
+        versions = self._versions
+        hooks = self._hooks
+        addresses = self._addresses
         same = self._settings.are_same
         if self._children != _children(self._modules):
             self._walk()

@@ -130,7 +130,8 @@ def go_along(
     hidden = drafting_slots(head, x, num_drafts).transpose(0, 1)  # [n, R, H]
     logits = head.logits(hidden.flatten(0, 1)).view(num_drafts, len(bonus), -1)
     chain: BlockChain = head.chain
-    state, previous = None, bonus
+    state = None
+    previous = bonus
     for slot in range(num_drafts):
         biased, state = chain.step(logits[slot], previous, hidden[slot], state)
         previous = draft(slot, biased)

@@ -48,8 +48,12 @@ class FixedBlock:
         greedy: Greedy,
         compiler: Compile,
     ) -> None:
-        rows, new = max(limits.rows, 2) + 1, partial(torch.zeros, dtype=torch.int64, device=aux.device)
-        self._head, self._runner, self._aux, self._greedy = head, runner, aux, greedy
+        rows = max(limits.rows, 2) + 1
+        new = partial(torch.zeros, dtype=torch.int64, device=aux.device)
+        self._head = head
+        self._runner = runner
+        self._aux = aux
+        self._greedy = greedy
         self._target_ids = target_ids_of(head, aux.device)
         self._channel = Channel[LayerAttend]()
         self._context, self._block = compiler(self._context_of), compiler(self._block_of)
@@ -77,14 +81,16 @@ class FixedBlock:
 
     def step(self, index: int, rows: int, planned: PlannedBatch, before: Tensor | None, draw: Draw) -> Tensor:
         """See `FixedLoop.step`; all slots' drafts."""
-        head, bonus = self._head, self._bonus[:rows]
+        head = self._head
+        bonus = self._bonus[:rows]
         token_ids = bonus.new_full((rows, head.block_size), head.mask_token_id)
         token_ids[:, 0] = bonus
         attend = partial(self._runner.attend, planned)
         with self._channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value)):
             x: Tensor = self._block(token_ids.view(-1).clone(), planned.metadata.positions)
 
-        outputs, slots = x.unflatten(0, (rows, -1)), self.drafts.shape[1]
+        outputs = x.unflatten(0, (rows, -1))
+        slots = self.drafts.shape[1]
         if isinstance(head.chain, Independent):
             logits = head.logits(drafting_slots(head, outputs, slots).flatten(0, 1))
             own = self.drafts[:rows].view(-1)

@@ -92,6 +92,7 @@ def block_tokens(rows: int, block_size: int) -> StepTokens:
     ([0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], (slice(0, 6, None),))
     """
     owner = np.repeat(np.arange(rows), block_size)
-    none, width = np.zeros((1, 1), np.int64), np.full((1, 1), block_size, np.int64)
+    none = np.zeros((1, 1), np.int64)
+    width = np.full((1, 1), block_size, np.int64)
     within = np.tile(np.arange(block_size), rows)
     return StepTokens(none, width, none, none, owner, within, owner, (slice(0, len(owner)),))

@@ -42,7 +42,8 @@ COMPILE_SECONDS = 30.0
 FILL_SECONDS = 4.0
 """Time limits of llguidance: to compile a grammar, and to compute the masks of next tokens (usually tens of us)."""
 _MOST_LOST = 8
-MOST_TEMPLATES, _QUICK_SECONDS = 16, 0.02
+MOST_TEMPLATES = 16
+_QUICK_SECONDS = 0.02
 """A grammar that compiles as quickly is compiled for each of its first 16 requests, when they come."""
 STUCK = (
     f"llguidance did not say within {FILL_SECONDS:g} s which tokens may come next: a part that repeats may take all of "

@@ -122,7 +122,8 @@ class FollowedGrammar(RequestGrammar):
         super().__init__()
         self._all_ends = {compiled.vocabulary.eos, *ends}
         self._compiled = compiled
-        self.vocabulary, self.can_loop = compiled.vocabulary, compiled.can_loop
+        self.vocabulary = compiled.vocabulary
+        self.can_loop = compiled.can_loop
         self._begins = compiled.begins_after(prompt_ids)
         compiled.add_request()
         self._restart()
