@@ -74,9 +74,8 @@ def block_drafts(
 ) -> list[int]:
     """`oracle_drafts` of a head that drafts in blocks: the whole context anew, and one mask over it and the block."""
     length = len(aux_hidden_states)
-    device = token_ids.device
-    context = head.context(head.fuse(aux_hidden_states), torch.arange(length, device=device))
-    positions = torch.arange(length, length + head.block_size, device=device)
+    context = head.context(head.fuse(aux_hidden_states), torch.arange(length, device=token_ids.device))
+    positions = torch.arange(length, length + head.block_size, device=token_ids.device)
     ids = torch.full_like(positions, head.mask_token_id)
     ids[0] = token_ids[-1]
 

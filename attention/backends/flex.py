@@ -196,9 +196,8 @@ class FlexBuilder:
         key = self._key
         host = metadata.host
         host.validate_pages(group.num_pages)
-        groups = key.group_size
-        tile = tile_size(int(host.query_lens.max(initial=1)) * groups)
-        sent = self._sent(QueryTiles.of(host, groups, tile, key.window).arrays(host, group.num_pages))
+        tile = tile_size(int(host.query_lens.max(initial=1)) * key.group_size)
+        sent = self._sent(QueryTiles.of(host, key.group_size, tile, key.window).arrays(host, group.num_pages))
         partly, pages, whole, whole_pages, owned, logical, row_start, position, token, head, place = sent
         logical_page = logical.new_full((max(2, host.num_reqs) * group.num_pages,), -1)
         logical_page[owned] = logical

@@ -162,9 +162,8 @@ class HostBatch:
         Raises:
             InvariantError: a row lists another page.
         """
-        pages = self.page_indices
-        lowest = int(pages.min(initial=0))
-        highest = int(pages.max(initial=0))
+        lowest = int(self.page_indices.min(initial=0))
+        highest = int(self.page_indices.max(initial=0))
         if lowest < 0 or highest >= num_pages:
             wrong = lowest if lowest < 0 else highest
             raise InvariantError(f"page {wrong} in the block table: the pool has pages 0 … {num_pages - 1}")

@@ -143,9 +143,8 @@ def open_head(path: CheckpointPath) -> HeadFolder:
         HeadLoadError: it cannot be read, or its config.json names a kind that no loader here reads.
     """
     folder = open_folder(check_kind(path))
-    files = folder.tensors
-    stray = rotary_buffers(files)
-    short = strip_prefixes(name for name in files if name not in stray)
+    stray = rotary_buffers(folder.tensors)
+    short = strip_prefixes(name for name in folder.tensors if name not in stray)
     layout = detect(folder.config, folder.shapes(short))
     return HeadFolder(folder, layout, short, stray)
 

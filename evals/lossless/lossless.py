@@ -127,9 +127,8 @@ def answers_to(executor: Executor, plan: Plan) -> list[Answer]:
 
 def identity(executor: Executor, plan: Plan, answers: list[Answer]) -> Json:
     """Whether answers of all configurations are equal; `compare_greedy` judges those that are not."""
-    arms = plan.arms
     failed = failures(answers)
-    found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
+    found = compare_greedy(executor, plan.data, plan.arms, by_arm(answers, plan.arms), plan.asking)
     verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failed else [])])
     return {**found, "failures": failed, "verdict": verdict}
 

@@ -54,8 +54,7 @@ def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAll
     """Empty block tables of a windowed group, with an unused last row, and room for padding tokens after a row."""
     length = config.max_model_len + config.num_speculative_tokens + 1
     rows = config.max_num_seqs + 1
-    reach = pool.reach
-    return WindowedTables(pool.num_pages, rows, length, config.page_size, reach, allocator)
+    return WindowedTables(pool.num_pages, rows, length, config.page_size, pool.reach, allocator)
 
 
 class Scheduler:

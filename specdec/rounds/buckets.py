@@ -61,9 +61,8 @@ class PromptBudget:
 
 def loop_limits(config: EngineConfig) -> LoopSize:
     """The largest draft loop that an engine may run."""
-    rows = config.max_num_seqs
     tokens = config.max_num_batched_tokens
-    return LoopSize(rows, tokens, most_pages(config), config.num_speculative_tokens)
+    return LoopSize(config.max_num_seqs, tokens, most_pages(config), config.num_speculative_tokens)
 
 
 def rounded(size: LoopSize) -> LoopSize:

@@ -205,12 +205,10 @@ class FixedTarget:
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
-        rows = shape.rows
         tokens = shape.rows * shape.query_len
-        most = shape.page_entries
-        sizes = target_sizes(rows, tokens, 0, shape.query_len - 1, most, entries)
+        sizes = target_sizes(shape.rows, tokens, 0, shape.query_len - 1, shape.page_entries, entries)
         fields = self._section.fields + self._passes.fields
-        sizes = sizes | self._passes.sizes(rows, tokens, 0, most)
+        sizes = sizes | self._passes.sizes(shape.rows, tokens, 0, shape.page_entries)
         longer = replace(shape, query_len=shape.query_len + passes.bonus)
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)

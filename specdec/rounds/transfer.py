@@ -272,12 +272,9 @@ class SamplingSection:
         if self._keyed:
             uniforms.seed[:count] = sampling.seeds(uniforms.seed.shape[1])
             return
-        accept = uniforms.accept_uniform
-        following = uniforms.next_uniform
-        ahead = uniforms.ahead_uniform
-        accept[:count] = sampling.accept_uniforms(accept.shape[1])
-        following[:count] = sampling.next_uniforms(following.shape[1])
-        ahead[:count] = sampling.ahead_uniforms(ahead.shape[1])
+        uniforms.accept_uniform[:count] = sampling.accept_uniforms(uniforms.accept_uniform.shape[1])
+        uniforms.next_uniform[:count] = sampling.next_uniforms(uniforms.next_uniform.shape[1])
+        uniforms.ahead_uniform[:count] = sampling.ahead_uniforms(uniforms.ahead_uniform.shape[1])
 
     def of(self, views: Mapping[str, Tensor], filters: bool) -> DeviceSampling:
         """The device side; filters: whether any row restricts its support."""

@@ -240,12 +240,11 @@ def target_arrays(
         given=_given(schedule, table),
     )
     lens = schedule.num_new + schedule.num_drafts
-    num_drafts = schedule.num_drafts
     vars(target).update(  # the cached properties, which the next steps read anyway
         lens=lens,
         query_start_loc=np.concatenate([[0], np.cumsum(lens)]),
-        num_drafts=num_drafts[target.decided],
-        max_drafts=int(num_drafts.max(initial=0)),
+        num_drafts=schedule.num_drafts[target.decided],
+        max_drafts=int(schedule.num_drafts.max(initial=0)),
     )
     return target
 

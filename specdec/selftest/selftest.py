@@ -206,13 +206,12 @@ def _read(rows: DummyRows, piece: ReadPiece) -> list[Tensor]:
 
     Aux hidden states are kept if their buffer has room for the tokens.
     """
-    target = rows.target
     model = rows.target.hf_model
     if len(piece.rows) > 1:
         with errors_named(model, "three rows are read through the paged attention"):
             return rows.read_by_row(piece)
     num_tokens = int((piece.stop - piece.start)[0])
-    keep = len(target.aux_hidden_states(num_tokens)) == num_tokens
+    keep = len(rows.target.aux_hidden_states(num_tokens)) == num_tokens
     with errors_named(model, "a batch of one row is read through the paged attention"):
         return [rows.read(piece, torch.tensor([num_tokens - 1], device=model.device), keep_aux=keep)]
 

@@ -363,9 +363,8 @@ class FlashInferBackend:
 
     def _trtllm(self, group: CacheGroup, key: AttentionSpec) -> TrtllmKernel:
         """The Blackwell kernels for `key`, with the workspace that they alone use."""
-        device = self._workspace.device
         if self._zeroed is None:
-            self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._workspace.device)
         return TrtllmKernel(self._zeroed, group, key)
 
     def _workspace_for(self, key: AttentionSpec, shape: PlanShape | None = None) -> Tensor:

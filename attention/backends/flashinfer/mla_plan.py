@@ -205,11 +205,10 @@ class PlanLayout:
 def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: ndarray, host: HostBatch) -> None:
     """Write a whole plan for tiles with keys [T] of a batch; entries past the last item stay as they are."""
     tile = split.tile
-    row = split.row
     count = len(split.tile)
     require(count <= len(arrays["q_len"]), f"a plan has no room for {count} items")
-    arrays["q_indptr"][:count] = tiles.query_start_loc[row]
-    arrays["q_len"][:count] = tiles.query_lens[row]
+    arrays["q_indptr"][:count] = tiles.query_start_loc[split.row]
+    arrays["q_len"][:count] = tiles.query_lens[split.row]
     arrays["q_start"][:count] = tiles.first[tile]
     arrays["kv_start"][:count] = split.begin
     places = split.place[tile] + split.begin // split.chunk_size * tiles.width[tile]
@@ -223,12 +222,10 @@ def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: ndarray, host:
 
 def write_lengths(arrays: Arrays, split: SplitKV, keys: ndarray, host: HostBatch) -> None:
     """Update a plan whose KV chunks stay for other lengths: page offsets, lengths and last keys."""
-    tile = split.tile
-    row = split.row
     count = len(split.tile)
-    arrays["kv_indptr"][:count] = host.page_indptr[row]
-    arrays["kv_len"][:count] = host.seq_lens[row]
-    np.minimum(split.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
+    arrays["kv_indptr"][:count] = host.page_indptr[split.row]
+    arrays["kv_len"][:count] = host.seq_lens[split.row]
+    np.minimum(split.limit, keys[split.tile], out=arrays["kv_end"][:count], casting="unsafe")
 
 
 def _merges(tiles: Tiles, split: SplitKV, keys: ndarray) -> ndarray:

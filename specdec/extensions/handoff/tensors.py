@@ -174,12 +174,11 @@ def row_tensors(engine: Engine) -> RowTensors:
     target = engine.target
     drafter = engine.drafter
     buffers = engine.executor.draft_buffers
-    states = target.states
     device = target.hf_model.device
     if buffers is not None:
-        return GraphTensors(states, buffers.loop, device, buffers.drawn)
+        return GraphTensors(target.states, buffers.loop, device, buffers.drawn)
     loop, vocab = (None, None) if drafter is None else (drafter.loop, draft_vocab(drafter, target))
-    return EagerTensors(states, loop, device, vocab, engine.config.draws_drafts)
+    return EagerTensors(target.states, loop, device, vocab, engine.config.draws_drafts)
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:

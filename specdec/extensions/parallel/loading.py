@@ -138,12 +138,11 @@ def start_ranks(size: int, device: torch.device) -> WorkersChannel:
 
 def _meet(workers: Workers, link: WorkersChannel, device: torch.device) -> None:
     """Wait until the other ranks run, and form a group with them. An error ends them."""
-    size = workers.size
     try:
         workers.wait_answers(messages.STARTED)
         meeting = f"{workers.folder}/meeting"
-        workers.send((0, messages.Join(size, device.type, meeting)))
-        workers.collectives = _joined(workers, size, device, meeting)
+        workers.send((0, messages.Join(workers.size, device.type, meeting)))
+        workers.collectives = _joined(workers, workers.size, device, meeting)
     except BaseException as error:
         found = workers.found_loss() if isinstance(error, Exception) else None
         link.close()

@@ -156,7 +156,6 @@ class TrainingPlan:
         evaluate = evaluation(self.model, measured, self.config.ttt_steps, ready, max_new_tokens, speedup)
         with locked(output):
             head = self.recipe.start(training.token_counts)
-            save = self.recipe.save
             return train(
                 self.config,
                 head,
@@ -165,7 +164,7 @@ class TrainingPlan:
                 evaluate,
                 output,
                 console,
-                save=save,
+                save=self.recipe.save,
                 objective=self.recipe.objective,
                 speedup=speedup,
             )
