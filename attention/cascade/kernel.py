@@ -18,6 +18,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.cache.kv_cache import LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -65,12 +66,12 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     sums_ptr,  # [parts, T, Hq, D] float32
     stats_ptr,  # [parts, T, Hq, 2] float32
     scale_log2, query_len, query_token, query_head, page_stride, slot_stride, head_stride, rows, tokens,
-    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    QUERY_HEADS: constexpr, KV_HEADS: constexpr, DIM: constexpr, PAGE_SIZE: constexpr,
+    TILE_QUERIES: constexpr, TILE_KEYS: constexpr, LEAST_KEYS: constexpr, ROWS: constexpr,
+    STAGES: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
+    GROUP: constexpr = QUERY_HEADS // KV_HEADS
     index = tl.arange(0, ROWS)
     shared = load_where(shared_ptr + index, index < rows)  # [ROWS]
     length = tl.max(shared, 0) * PAGE_SIZE

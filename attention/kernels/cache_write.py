@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.cache.kv_cache import FP8, FP8_MAX, LayerKV
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -19,9 +20,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     slot_ptr,  # [T] int64
     key_token, key_head, value_token, value_head, page_stride, slot_stride, head_stride, value_page, value_slot,
     value_head_stride, key_inverse, value_inverse, limit,
-    HAS_VALUES: tl.constexpr,  # a latent has none
-    EIGHT_BITS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_VALUES: constexpr,  # a latent has none
+    EIGHT_BITS: constexpr, PAGE_SIZE: constexpr, HEADS: constexpr, DIM: constexpr, DIM_V: constexpr,
+    BLOCK: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)

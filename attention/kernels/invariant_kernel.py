@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, LayerKV
@@ -46,14 +47,14 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     last_page_len_ptr,  # [B] int32
     scale, value_scale, softcap, window, query_token, query_head, page_stride, slot_stride, head_stride, value_page,
     value_slot, value_head,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_SOFTCAP: constexpr, HAS_WINDOW: constexpr, HAS_SINKS: constexpr, QUERY_HEADS: constexpr,
+    KV_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr, WIDTH_K: constexpr, WIDTH_V: constexpr,
+    EIGHT_BITS: constexpr, PAGE_SIZE: constexpr, TILE_QUERIES: constexpr, TILE_KEYS: constexpr,
+    STAGES: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    GROUP: constexpr = QUERY_HEADS // KV_HEADS
+    LOG2_E: constexpr = 1.4426950408889634
     row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     first_token = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - first_token

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.cache.kv_cache import LayerKV
 from attention.checking import CHECKS, require
@@ -130,7 +131,7 @@ class SharedKeys:
 
 
 @triton.jit
-def prefix_share(keys, parts, TILE_KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+def prefix_share(keys, parts, TILE_KEYS: constexpr, LEAST_KEYS: constexpr):  # type: ignore[no-untyped-def]
     """Shared keys of each part, in whole tiles."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, parts), TILE_KEYS) * TILE_KEYS, LEAST_KEYS)
 
@@ -177,7 +178,7 @@ def _width(queries: int) -> int:
 def _place_of(  # type: ignore[no-untyped-def]
     page_indptr_ptr, shared_ptr,
     rows, program, wanted,
-    LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr, CASCADE: tl.constexpr,
+    LEAST_PAGES: constexpr, ROWS: constexpr, CASCADE: constexpr,
 ):  # fmt: skip
     """page_indptr [B+1], shared [B] -> the row of a program, its number of parts, which of them is the program's, and
     how many parts the rows before have that are in several parts; B for a program too many.
@@ -224,13 +225,13 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     arrived_ptr,  # [places] int32: parts that are done, at the first one's place; zeros between launches
     scale_log2, query_len, query_token, query_head, page_stride, slot_stride, head_stride, rows, wanted,
     window,
-    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, CASCADE: tl.constexpr, PREFIX_PARTS: tl.constexpr, PREFIX_TILE: tl.constexpr,
-    PREFIX_LEAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DEPENDENT: tl.constexpr,
+    QUERY_HEADS: constexpr, KV_HEADS: constexpr, DIM: constexpr, PAGE_SIZE: constexpr,
+    TILE_QUERIES: constexpr, TILE_KEYS: constexpr, LEAST_PAGES: constexpr, ROWS: constexpr,
+    STAGES: constexpr, CASCADE: constexpr, PREFIX_PARTS: constexpr, PREFIX_TILE: constexpr,
+    PREFIX_LEAST: constexpr, CAUSAL: constexpr, WINDOWED: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
-    GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
+    GROUP: constexpr = QUERY_HEADS // KV_HEADS
     kv_head = tl.program_id(0)
     row, parts, part, places = _place_of(
         page_indptr_ptr, shared_ptr, rows, tl.program_id(1), wanted, LEAST_PAGES, ROWS, CASCADE

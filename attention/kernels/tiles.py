@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
-def long_program_id(axis: tl.constexpr):  # type: ignore[no-untyped-def]
+def long_program_id(axis: constexpr):  # type: ignore[no-untyped-def]
     """As `tl.program_id`, int64: for offsets beyond 2^31."""
     return tl.program_id(axis).to(tl.int64)
 
 
 @triton.jit
-def block_of(number, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def block_of(number, SIZE: constexpr):  # type: ignore[no-untyped-def]
     """The elements [SIZE] of a block, by their numbers among those of all blocks."""
     return number * SIZE + tl.arange(0, SIZE)
 
@@ -50,7 +51,7 @@ def ended(sizes, place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: constexpr):  # type: ignore[no-untyped-def]
     """page_indptr [B+1], last_page_len [B] -> the row's first index into page_indices, and its number of keys."""
     first_page = tl.load(page_indptr_ptr + row)  # scalar
     pages = tl.load(page_indptr_ptr + row + 1) - first_page  # scalar
@@ -71,7 +72,7 @@ def rows_at(pointer, at, column, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def no_keys(QUERIES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def no_keys(QUERIES: constexpr, WIDTH: constexpr):  # type: ignore[no-untyped-def]
     """m, l and acc of `attend_tile` before the first tile."""
     m = tl.full((QUERIES,), -1e30, tl.float32)  # [M]; finite, so that m - m_new is never NaN
     return m, tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
@@ -79,7 +80,7 @@ def no_keys(QUERIES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def key_places(  # type: ignore[no-untyped-def]
-    page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE: tl.constexpr
+    page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE: constexpr
 ):
     """position [N], inside [N] bool -> offsets [N] int64 of the positions' slots in the cache tensor."""
     page = load_where(page_indices_ptr + first_page + position // PAGE_SIZE, inside).to(tl.int64)  # [N]
@@ -87,7 +88,7 @@ def key_places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def without_padding(rows, column, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def without_padding(rows, column, DIM: constexpr):  # type: ignore[no-untyped-def]
     """rows [R, 1] bool, column [W] -> [R, W] bool: a row's first DIM columns, or `rows` where W is DIM."""
     if column.shape[0] == DIM:
         return rows

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attention.kernels.launch import wait_for_predecessor
 from attention.kernels.tiles import load_float, load_where, sum_where
@@ -79,7 +80,7 @@ def warps_of(block: int, width: int) -> int:
 
 
 @triton.jit
-def _unit_rows(x, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unit_rows(x, NORMALIZE: constexpr):  # type: ignore[no-untyped-def]
     """x [C, K] -> float32, rows of length 1 where NORMALIZE."""
     x = x.to(tl.float32)
     if NORMALIZE:
@@ -89,7 +90,7 @@ def _unit_rows(x, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    q, k, gates, VECTOR_GATE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr
+    q, k, gates, VECTOR_GATE: constexpr, PRECISION: constexpr, CHUNK: constexpr
 ):
     """q, k [C, K] and gates Γ ([C, 1], or [C, K]) -> [C, C]: exp(Γ_i - Γ_j) (q_i · k_j) for j <= i, and the same of k
     with itself for j < i; zeros elsewhere."""
@@ -112,7 +113,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gates(  # type: ignore[no-untyped-def]
-    g_at, g_token, count, column, in_k, VECTOR_GATE: tl.constexpr, CHUNK: tl.constexpr
+    g_at, g_token, count, column, in_k, VECTOR_GATE: constexpr, CHUNK: constexpr
 ):
     """g_at: where the chunk's first gate is, of `count` tokens -> the sums Γ within the chunk, [C, 1] or [C, K], and
     the last one, [1, 1] or [1, K]."""
@@ -138,9 +139,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     query_start_loc_ptr, num_new_ptr,
     scale, rows, least_tokens, q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token,
     beta_head,
-    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr, BLOCK_V: tl.constexpr, VECTOR_GATE: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING_SIZE: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr,
+    WIDTH_K: constexpr, BLOCK_V: constexpr, VECTOR_GATE: constexpr, NORMALIZE: constexpr,
+    PRECISION: constexpr, CHUNK: constexpr, ROWS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     head = tl.program_id(1)
@@ -195,10 +196,10 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     ring_beta_ptr,  # [slots, R, H] float32
     query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     scale, least_tokens, q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
-    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr, BLOCK_DV: tl.constexpr, VECTOR_GATE: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    RING_SIZE: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr,
+    WIDTH_K: constexpr, BLOCK_DV: constexpr, VECTOR_GATE: constexpr, NORMALIZE: constexpr,
+    PRECISION: constexpr, CHUNK: constexpr, DELTA: constexpr, HAS_SKIP: constexpr,
+    DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.errors import InvalidInputError
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
@@ -36,11 +37,11 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     rows,
     total_tokens,  # T
     x_token,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,  # k
-    RING_SIZE: tl.constexpr, RING_BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,  # every row fits into one block of tokens
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHANNELS: constexpr,
+    TAPS: constexpr,  # k
+    RING_SIZE: constexpr, RING_BLOCK: constexpr, HAS_BIAS: constexpr, SILU: constexpr,
+    ONE_BLOCK: constexpr,  # every row fits into one block of tokens
+    BLOCK_T: constexpr, BLOCK_C: constexpr, ROWS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     channel = block_of(tl.program_id(1), BLOCK_C)[None, :]  # [1, C]
@@ -76,7 +77,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
             total += x.to(tl.float32) * weight
     if HAS_BIAS:
         total += load_float(bias_ptr + channel, inside)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: constexpr = out_ptr.dtype.element_ty
     if SILU:
         rounded = total.to(dtype).to(tl.float32)  # as torch, which has it in memory between the two
         total = rounded / (1 + tl.exp(-rounded))

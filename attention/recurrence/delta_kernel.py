@@ -44,6 +44,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import wait_for_predecessor
 from attention.kernels.tiles import block_of, load_float, load_where, sum_where
@@ -63,7 +64,7 @@ from attention.recurrence.state_rows import StateRows
 from attention.recurrence.states import DeltaRing
 from attention.recurrence.tokens_kernel import launch_tokens
 
-FACTS = tl.constexpr(2 * 256 + 4 * 16)
+FACTS = constexpr(2 * 256 + 4 * 16)
 """Numbers of a head of a row between the launches: β times (I + A)⁻¹ and P, each 16 x 16; then of each token what to
 multiply S k, S q and u by; then, 16 times, the decay of the stored state up to the last committed token."""
 _FEW_UNITS, _GROUPED_UNITS = 128, 2048
@@ -81,7 +82,7 @@ def upper_bits(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def times_exactly(x, y, total, EXACT_Y: tl.constexpr):  # type: ignore[no-untyped-def]
+def times_exactly(x, y, total, EXACT_Y: constexpr):  # type: ignore[no-untyped-def]
     """total + x @ y as accurate as float32, as two or three products of TF32; EXACT_Y: y has TF32 numbers only.
 
     Not by "tf32x3", which looks for infinities in every operand, five instructions a number.
@@ -124,7 +125,7 @@ def unit_upper_inverse(A, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def own_or_kept(own_at, ring_at, is_ring, mask, REPLAY: tl.constexpr):  # type: ignore[no-untyped-def]
+def own_or_kept(own_at, ring_at, is_ring, mask, REPLAY: constexpr):  # type: ignore[no-untyped-def]
     """What a row's tokens have there, and replayed ones in the ring, of one dtype: one load; zeros elsewhere."""
     if REPLAY:
         own_at = tl.where(is_ring, ring_at, own_at)
@@ -132,7 +133,7 @@ def own_or_kept(own_at, ring_at, is_ring, mask, REPLAY: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _inverse_length(squares, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _inverse_length(squares, NORMALIZE: constexpr):  # type: ignore[no-untyped-def]
     """Sums of squares [C] -> 1 / length, or 1; same epsilon as transformers' `l2norm`."""
     if NORMALIZE:
         return tl.rsqrt(squares + 1e-6)
@@ -152,13 +153,13 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     ring_beta_ptr,  # [slots, R, H] float32
     query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     scale, q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
-    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr,
-    GROUP: tl.constexpr,  # value heads of a program, of one key head
-    AS_GIVEN: tl.constexpr,  # keys and queries are multiplied in their own dtype
-    REPLAY: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING_SIZE: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr,
+    WIDTH_K: constexpr,
+    GROUP: constexpr,  # value heads of a program, of one key head
+    AS_GIVEN: constexpr,  # keys and queries are multiplied in their own dtype
+    REPLAY: constexpr, NORMALIZE: constexpr, PRECISION: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = 16
+    CHUNK: constexpr = 16
     wait_for_predecessor(DEPENDENT)
     first_head, row = tl.program_id(0) * GROUP, tl.program_id(1)
     first, tokens, slot, start, replay, num_new = facts_of_row(
@@ -275,15 +276,15 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     total_tokens,  # T
     q_token, q_head, k_token, k_head, v_token, v_head,
-    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr, BLOCK_DV: tl.constexpr, PIECE: tl.constexpr,
-    READ_STAGES: tl.constexpr, CHANGE_STAGES: tl.constexpr,
-    REPLAY: tl.constexpr,  # whether a row may replay
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING_SIZE: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr,
+    WIDTH_K: constexpr, BLOCK_DV: constexpr, PIECE: constexpr,
+    READ_STAGES: constexpr, CHANGE_STAGES: constexpr,
+    REPLAY: constexpr,  # whether a row may replay
+    PRECISION: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = 16
-    PIECES: tl.constexpr = WIDTH_K // PIECE
-    EXACT: tl.constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
+    CHUNK: constexpr = 16
+    PIECES: constexpr = WIDTH_K // PIECE
+    EXACT: constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dv = block_of(block, BLOCK_DV)[:, None]  # [B, 1]
     if row == tl.num_programs(2) - 1:

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.checking import CHECKS, require
 from attention.kernels.launch import dependent_launch
@@ -132,7 +133,7 @@ def row_of_program(counts, index, rows, program):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def row_of_block(query_start_loc_ptr, rows, program, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_of_block(query_start_loc_ptr, rows, program, BLOCK: constexpr, ROWS: constexpr):  # type: ignore[no-untyped-def]
     """query_start_loc [rows + 1] -> the row of a program, and which of the row's blocks of BLOCK tokens is the
     program's; `rows` for surplus programs. The number of blocks is at most tokens // BLOCK + rows.
     """
@@ -177,7 +178,7 @@ def state_tiling(units: int, rows: int, columns: int) -> StateTiling:
 
 
 @triton.jit
-def zero_padding(out_at, end_ptr, total_tokens, STEP: tl.constexpr, mask):  # type: ignore[no-untyped-def]
+def zero_padding(out_at, end_ptr, total_tokens, STEP: constexpr, mask):  # type: ignore[no-untyped-def]
     """Zeros for the outputs of tokens of no row. out_at: where token 0's are; end_ptr: of the last row's end; STEP:
     numbers from one token to the next."""
     end = tl.load(end_ptr)
@@ -210,7 +211,7 @@ def stages(device: torch.device, width: int) -> int:
 
 
 @triton.jit
-def chunk_of_row(tokens, num_new, chunk, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def chunk_of_row(tokens, num_new, chunk, CHUNK: constexpr):  # type: ignore[no-untyped-def]
     """-> where a row's chunk begins and ends, among the row's tokens; an empty one after the last."""
     new = tl.minimum(num_new, tokens)
     committed = tl.cdiv(new, CHUNK)
@@ -219,7 +220,7 @@ def chunk_of_row(tokens, num_new, chunk, CHUNK: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def chunks_of_row(tokens, num_new, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def chunks_of_row(tokens, num_new, CHUNK: constexpr):  # type: ignore[no-untyped-def]
     """-> the number of chunks of committed tokens, and of all."""
     new = tl.minimum(num_new, tokens)
     committed = tl.cdiv(new, CHUNK)
@@ -228,7 +229,7 @@ def chunks_of_row(tokens, num_new, CHUNK: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def row_of_chunk(  # type: ignore[no-untyped-def]
-    query_start_loc_ptr, num_new_ptr, rows, program, least_tokens, CHUNK: tl.constexpr, ROWS: tl.constexpr
+    query_start_loc_ptr, num_new_ptr, rows, program, least_tokens, CHUNK: constexpr, ROWS: constexpr
 ):
     """-> a program's row, and which of the row's chunks is its own; `rows` for a program too many. Rows of fewer than
     `least_tokens` tokens have no chunks."""
@@ -239,14 +240,14 @@ def row_of_chunk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def square(SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def square(SIZE: constexpr):  # type: ignore[no-untyped-def]
     """The rows [SIZE, 1] and the columns [1, SIZE] of a square, by number."""
     number = tl.arange(0, SIZE)
     return number[:, None], number[None, :]
 
 
 @triton.jit
-def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def unit_lower_inverse(L, SIZE: constexpr):  # type: ignore[no-untyped-def]
     """(I + L)⁻¹ of a strictly lower triangular L [SIZE, SIZE] float32, SIZE at most 32.
 
     The blocks of 16 on the diagonal by forward substitution, both at once; then, with D their inverses and R the rest,
@@ -266,7 +267,7 @@ def unit_lower_inverse(L, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def running_sums(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def running_sums(x, SIZE: constexpr):  # type: ignore[no-untyped-def]
     """x [1, SIZE] -> the sums of x[0] to x[i], [SIZE, 1]. By a mask: Triton 3.6 cannot scan so narrow a tile where a
     matmul's layout holds it."""
     i, j = square(SIZE)  # [SIZE, 1], [1, SIZE]

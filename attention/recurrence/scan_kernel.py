@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import block_of, load_float, load_where
@@ -46,8 +47,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
     query_start_loc_ptr, slots_ptr, start_ptr, replay_ptr, num_new_ptr,
     total_tokens,  # T
     x_token, dt_token, B_token, C_token,
-    RING_SIZE: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_D: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING_SIZE: constexpr, CHANNELS: constexpr, STATES: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+    HAS_D: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import wait_for_predecessor
 from attention.kernels.tiles import load_float, load_where
@@ -27,7 +28,7 @@ from attention.recurrence.kernel_rows import Inputs, facts_of_row, state_tiling,
 
 
 @triton.jit
-def inverse_length(S, x, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def inverse_length(S, x, NORMALIZE: constexpr):  # type: ignore[no-untyped-def]
     """1 / |x| of x [J, 1, L] float32, or 1 -> [1, B, 1]: the same for every row of S [J, B, L], in the layout of the
     threads that use it; same epsilon as transformers' `l2norm`."""
     if NORMALIZE:
@@ -38,7 +39,7 @@ def inverse_length(S, x, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def absorbed(S, k, v, g, beta, NORMALIZE: tl.constexpr, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+def absorbed(S, k, v, g, beta, NORMALIZE: constexpr, DELTA: constexpr):  # type: ignore[no-untyped-def]
     """The state S [J, B, L] after a token: k [J, 1, L], v [1, B, 1], g scalar or [J, 1, L], beta scalar; float32."""
     if DELTA:
         inverse = inverse_length(S, k, NORMALIZE)  # [1, B, 1]
@@ -55,8 +56,8 @@ def replayed(  # type: ignore[no-untyped-def]
     slot, start, replay, head,
     dv,  # [1, B, 1]
     column,  # [J, 1, L]
-    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    VECTOR_GATE: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr,
+    RING_SIZE: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr,
+    VECTOR_GATE: constexpr, NORMALIZE: constexpr, DELTA: constexpr,
 ):  # fmt: skip
     """The state after the positions start - replay to start - 1, from the row's ring. g_ptr: read without DELTA, the
     same gate for every token."""
@@ -96,9 +97,9 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     most_tokens,  # of a row; longer ones are left to another launch
     least_inputs,  # replayed and own tokens of a row; rows with fewer are left to another launch
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head,
-    RING_SIZE: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    WIDTH_K: tl.constexpr, PIECE: tl.constexpr, BLOCK_DV: tl.constexpr, VECTOR_GATE: tl.constexpr,
-    NORMALIZE: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr, DEPENDENT: tl.constexpr,
+    RING_SIZE: constexpr, HEADS: constexpr, KEY_HEADS: constexpr, DIM_K: constexpr, DIM_V: constexpr,
+    WIDTH_K: constexpr, PIECE: constexpr, BLOCK_DV: constexpr, VECTOR_GATE: constexpr,
+    NORMALIZE: constexpr, DELTA: constexpr, HAS_SKIP: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

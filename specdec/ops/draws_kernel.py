@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import at_most_last, block_of, ended, load_where, long_program_id, sum_where
@@ -20,7 +21,7 @@ from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probabilit
 _PART = 2048
 _WARPS = 4
 _PICK_WARPS = 8
-_UNIT = tl.constexpr(2.0**52)  # of probabilities as integers: V of them stay below 2**63
+_UNIT = constexpr(2.0**52)  # of probabilities as integers: V of them stay below 2**63
 
 
 @triton.jit
@@ -80,7 +81,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     packed_ptr,  # [J, 2 * N + 2] int64
     sums_ptr,  # [J, 2, parts] int64: of p | of max(p - q, 0)
     vocab, row_stride, accept_stride,
-    N: tl.constexpr, DRAFTS: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
+    N: constexpr, DRAFTS: constexpr, PART: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     """It loads inputs that the filters' kernels do not write before it waits for them."""
     row, part, parts = long_program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -145,7 +146,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     packed_ptr,  # [J, 2 * N + 2] int64
     sums_ptr,  # [J, 2, parts] int64: of p | of max(p - q, 0)
     vocab, parts, row_stride, next_stride,
-    N: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    N: constexpr, TOKENS: constexpr, PART: constexpr, PARTS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     row = long_program_id(0)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
@@ -209,7 +210,7 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     sums_ptr,  # [R, parts] int64
     done_ptr,  # [R] int32, parts that are summed: zeros
     step, columns, vocab, row_stride, ids_stride, uniform_stride, accepted_stride, drafts_stride, stats_stride,
-    PART: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PART: constexpr, PARTS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     """Sum the weights of one part of a row; the program that is done last draws the row's token.
 

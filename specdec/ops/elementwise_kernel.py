@@ -8,19 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import block_of, load_float, load_where, long_program_id
 from specdec.ops.fp8_kernel import eight_bits, quantised
 from specdec.ops.linear import without_gaps
 
-_GROUP = tl.constexpr(128)
+_GROUP = constexpr(128)
 _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    values, start, token, out_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    values, start, token, out_ptr, scale_ptr, WIDTH: constexpr, BLOCK: constexpr
 ):
     """Store a token's values [BLOCK] from column `start` on; where there are scales, in 8 bits and a scale a group."""
     if scale_ptr is None:
@@ -42,7 +43,7 @@ def _silu_product_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [T, F] contiguous; e4m3 with scales
     scale_ptr,  # [T, G] contiguous, float32, or None
     gate_stride, up_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDTH: constexpr, BLOCK: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token, start = long_program_id(0), tl.program_id(1) * BLOCK
@@ -92,7 +93,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [T, H] contiguous; e4m3 with scales
     scale_ptr,  # [T, G] contiguous, float32, or None
     x_stride, residual_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDTH: constexpr, BLOCK: constexpr, ADDS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
@@ -154,9 +155,9 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     query_out_ptr,  # [T, Hq, D] heads side by side
     key_out_ptr,  # [T, Hkv, D] heads side by side
     query_token, query_head, key_token, key_head, cos_token, sin_token, query_out_token, key_out_token,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr,
-    SECOND: tl.constexpr,  # where cos and sin of the second half begin
-    BLOCK: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
+    QUERY_HEADS: constexpr, KEY_HEADS: constexpr, HALF: constexpr,
+    SECOND: constexpr,  # where cos and sin of the second half begin
+    BLOCK: constexpr, HEADS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = long_program_id(0)

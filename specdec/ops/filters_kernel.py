@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import block_of, load_where, long_program_id, sum_where
@@ -49,7 +50,7 @@ _SHARE = 256  # tokens of one part in a tile of the last search
 _TILE = 8192  # at most
 _PROGRAMS = 2048  # from this many on, a program has several parts
 _SECOND = 8  # edges of the second sums: with 16 all took a tenth longer, with 4 the last search twice as long
-_REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
+_REACH = constexpr(128.0)  # top-k's first edges lie within this distance
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -59,7 +60,7 @@ def _narrowed(  # type: ignore[no-untyped-def]
     edges_ptr,  # [WIDTH]
     state_ptr,  # [STATE], of the level before
     parts, counting, top_k, top_p,
-    LEVEL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    LEVEL: constexpr, WIDTH: constexpr, PARTS: constexpr,
 ):  # fmt: skip
     """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and the sum below it.
 
@@ -102,8 +103,8 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     vocab, parts,
     repeat,  # parts of one program
     row_stride, peak_stride, copy_stride, per,
-    LEVEL: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    LEVEL: constexpr, WIDTH: constexpr, PART: constexpr, PARTS: constexpr, TILE: constexpr,
+    DEPENDENT: constexpr,
 ):  # fmt: skip
     row, start = long_program_id(0), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
@@ -174,7 +175,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     vocab, parts,
     repeat,  # parts of one program
     row_stride, peak_stride, per,
-    WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDTH: constexpr, PART: constexpr, PARTS: constexpr, CAPACITY: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     row, start = long_program_id(0), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)

@@ -17,14 +17,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import at_most_last, block_of, load_float, load_where, long_program_id
 from specdec.ops.linear import without_gaps
 
-_GROUP = tl.constexpr(128)
-_MAX = tl.constexpr(448.0)
-_LEAST_SCALE = tl.constexpr(1e-12)
+_GROUP = constexpr(128)
+_MAX = constexpr(448.0)
+_LEAST_SCALE = constexpr(1e-12)
 _GROUPS_A_PROGRAM = 8
 _BLOCK = 128
 _SUM_SIZE, _SUM_WARPS = 256, 2
@@ -120,7 +121,7 @@ def _many_tokens(tokens: int, rows: int, width: int) -> Fp8Tiling:
 
 
 @triton.jit
-def quantised(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def quantised(x, dtype: constexpr):  # type: ignore[no-untyped-def]
     """x [G, 128] float32 -> the same in 8 bits, and the scale of each group [G]."""
     scale = tl.max(tl.abs(x), 1) / _MAX  # [G]
     return (x / tl.maximum(scale, _LEAST_SCALE)[:, None]).to(dtype), scale
@@ -132,7 +133,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [T, I] contiguous, e4m3
     scale_ptr,  # [T, G] contiguous, float32
     width, groups, x_stride,
-    GROUPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUPS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = long_program_id(0)
@@ -166,7 +167,7 @@ def launch_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _scales(  # type: ignore[no-untyped-def]
-    x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, first, last, AT_ONCE: tl.constexpr
+    x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, first, last, AT_ONCE: constexpr
 ):
     """The scales of tokens [M] and of the weight, in turn, for blocks first … first + AT_ONCE of columns.
 
@@ -190,8 +191,8 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [S, T, O] contiguous
     tokens, rows, width, share, x_stride, x_scale_token, x_scale_group, weight_stride, weight_scale_row,
     weight_scale_group,
-    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, WEIGHT_FIRST: tl.constexpr, AT_ONCE: tl.constexpr,
-    WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE_TOKENS: constexpr, TILE_ROWS: constexpr, WEIGHT_FIRST: constexpr, AT_ONCE: constexpr,
+    WHOLE: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     token = block_of(tl.program_id(0), TILE_TOKENS)  # [M]
     first_row = tl.program_id(1) * TILE_ROWS
@@ -246,7 +247,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [S, count] float32, contiguous
     out_ptr,  # [count] contiguous
     count,
-    SPLITS: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: constexpr, SIZE: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     place = block_of(tl.program_id(0), SIZE)  # [SIZE]
     inside = place < count

@@ -15,13 +15,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import block_of, load_where, long_program_id
 from specdec.ops.logits_kernel import LOG2E, is_kept, load_logits, load_stats, weight
 
 _PART = 4096
-_SMALL = tl.constexpr(2.0**-6)
+_SMALL = constexpr(2.0**-6)
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     seeds_ptr,  # [R] int64
     ids_ptr,  # [V] int64 or None
     per, vocab, row_stride,
-    PART: tl.constexpr, DEPENDENT: tl.constexpr,
+    PART: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row, part = long_program_id(0), tl.program_id(1)
@@ -87,7 +88,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     mapped_ptr,  # [T] int64 or None
     map_ptr,  # [V] int64 or None
     parts, mapped_stride,
-    MOST_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    MOST_PARTS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row = long_program_id(0)
@@ -149,7 +150,7 @@ def _placing_kernel(  # type: ignore[no-untyped-def]
     drafts_ptr,  # [S, >= width] int64
     sources_ptr,  # [R] int64
     count, width, draft_stride,
-    PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLACES: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     i = block_of(tl.program_id(0), PLACES)  # [PLACES]
@@ -171,7 +172,7 @@ def _acceptance_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,  # [J, width + 1] int64
     out_ptr,  # [J, width] int64
     width, drafting, draft_stride, accepted_stride, tokens_stride, out_stride,
-    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    COLUMNS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row = long_program_id(0)

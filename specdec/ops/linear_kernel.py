@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import at_most_last, block_of, load_float, load_where
@@ -34,7 +35,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,  # [O, I]
     out_ptr,  # [T, O] contiguous
     tokens, rows, width, x_stride, weight_stride,
-    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE_TOKENS: constexpr, TILE_ROWS: constexpr, TILE_WIDTH: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     row = block_of(tl.program_id(0), TILE_ROWS)  # [M] of the weight
     token = tl.arange(0, TILE_TOKENS)  # [N]
@@ -89,8 +90,8 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
     bias_ptr,  # [O]
     out_ptr,  # [T, O] contiguous
     tokens, rows, width, x_stride, weight_stride,
-    HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_BIAS: constexpr, WHOLE: constexpr, TILE_TOKENS: constexpr, TILE_ROWS: constexpr,
+    TILE_WIDTH: constexpr, GROUP: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     row_tiles, token_tiles = tl.cdiv(rows, TILE_ROWS), tl.cdiv(tokens, TILE_TOKENS)
     group = tl.program_id(0) // (GROUP * token_tiles)

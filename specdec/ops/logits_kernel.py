@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from attention.kernels.launch import wait_for_predecessor
 from attention.kernels.tiles import block_of, load_where, long_program_id, sum_where
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -61,14 +62,14 @@ def distance_from(x, peak):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def ordered(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+def ordered(x, SHIFT: constexpr):  # type: ignore[no-untyped-def]
     """int32 in the order of float32 x, without the SHIFT lowest bits, which a narrower dtype does not have."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
-def unordered(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+def unordered(key, SHIFT: constexpr):  # type: ignore[no-untyped-def]
     """The float32 of a key."""
     bits = (key << SHIFT) + tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
@@ -98,10 +99,10 @@ def load_row(  # type: ignore[no-untyped-def]
     return logits_ptr, load_logits(logits_ptr + place, is_sampled), temperature, top_k, top_p, min_p
 
 
-EDGES = tl.constexpr(14)
-COLUMNS = tl.constexpr(16)  # of a part's first sums: up to each edge | above the floor of min-p | of all
-FLOOR, ALL = EDGES, tl.constexpr(15)
-STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
+EDGES = constexpr(14)
+COLUMNS = constexpr(16)  # of a part's first sums: up to each edge | above the floor of min-p | of all
+FLOOR, ALL = EDGES, constexpr(15)
+STATE = constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def _middle(low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    row, chunk, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr
+    row, chunk, PART: constexpr, PARTS: constexpr, CAPACITY: constexpr, TILE: constexpr
 ):
     """Logits, their order and whether they count, of TILE tokens: as many of each part, listed ones or all."""
     logits_ptr, list_, bounds, vocab, shift = row
@@ -154,7 +155,7 @@ def _tile(  # type: ignore[no-untyped-def]
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
     row, chunks, below, target, scale,
-    COUNT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    COUNT: constexpr, PART: constexpr, PARTS: constexpr, CAPACITY: constexpr, TILE: constexpr,
 ):  # fmt: skip
     """The lowest kept logit of a row's tokens: where their count or mass, from `below` on, reaches target.
 
@@ -229,8 +230,8 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     stats_ptr,  # [R, 4] float32
     zeros_ptr,  # [R] int32 or None
     vocab, parts, row_stride, peak_stride, stats_stride, per,
-    SHIFT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SHIFT: constexpr, PART: constexpr, PARTS: constexpr, CAPACITY: constexpr, TILE: constexpr,
+    DEPENDENT: constexpr,
 ):  # fmt: skip
     row = long_program_id(0)
     logits_ptr, peak, temperature, top_k, top_p, floor = load_row(

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.hf.padding import Padding
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
@@ -58,7 +59,7 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     count_ptr,  # [E], written
     order_ptr, offset_ptr, active_ptr,  # see `Groups`; written
     num_pairs, num_experts, num_active, top_k, page_size,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAIRS: constexpr, EXPERTS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     expert = tl.arange(0, EXPERTS)
@@ -86,7 +87,7 @@ def _rank_kernel(  # type: ignore[no-untyped-def]
     index_ptr, slot_ptr,  # see `_group_kernel`
     count_ptr,  # [E] zeros, counted up
     rank_ptr,  # [P] int32, written: the pair's place among its expert's pairs
-    num_pairs, num_experts, top_k, page_size, PAIRS: tl.constexpr, DEPENDENT: tl.constexpr,
+    num_pairs, num_experts, top_k, page_size, PAIRS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
@@ -99,7 +100,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     index_ptr, slot_ptr, count_ptr, rank_ptr,  # see `_rank_kernel`
     order_ptr, offset_ptr, active_ptr, tile_ptr, num_tiles_ptr,  # see `Groups`; written
     num_pairs, num_experts, num_active, most_tiles, top_k, page_size,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAIRS: constexpr, EXPERTS: constexpr, TILE: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     expert = tl.arange(0, EXPERTS)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.hf.padding import Padding
@@ -25,7 +26,7 @@ from specdec.ops.mixtures.mxfp4_kernel import activated, launch_dequantise
 @triton.jit
 def _gated_tile(  # type: ignore[no-untyped-def]
     x_ptr, stack, bias_ptr, order_ptr, out_ptr, expert, first, end, first_row, top_k, rows, width, alpha, limit,
-    CLAMPED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CLAMPED: constexpr, EVEN: constexpr, PAIRS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ):  # fmt: skip
     """Gate and up of one tile, and their activation."""
     place = first + tl.arange(0, PAIRS)
@@ -62,8 +63,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     order_ptr, offset_ptr, tile_ptr, num_tiles_ptr,  # see `specdec.ops.mixtures.grouping_kernel.Groups`
     out_ptr,  # [P, rows] in the order of the groups, written
     most_tiles, top_k, rows, width, alpha, limit,
-    CLAMPED: tl.constexpr, EVEN: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CLAMPED: constexpr, EVEN: constexpr, PAIRS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -94,7 +95,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     order_ptr, offset_ptr, tile_ptr, num_tiles_ptr,  # see `specdec.ops.mixtures.grouping_kernel.Groups`
     out_ptr,  # [P, rows] by pair, written
     most_tiles, rows, width,
-    PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAIRS: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     """A program goes on to another tile, whose first columns are read before the results of this one are stored."""
     wait_for_predecessor(DEPENDENT)

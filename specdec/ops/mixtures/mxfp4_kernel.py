@@ -19,16 +19,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language import constexpr
 
 from attention.kernels.launch import dependent_launch
 from specdec.ops.mixtures import Gating
 
-_KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
+_KEEP_NAN = constexpr(tl.PropagateNan.ALL)
 """NaN handling of a minimum or a maximum, as in torch."""
 
 
 @triton.jit
-def activated(gate, up, alpha, limit, CLAMPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def activated(gate, up, alpha, limit, CLAMPED: constexpr):  # type: ignore[no-untyped-def]
     """See `specdec.ops.mixtures.routed.activated`."""
     if CLAMPED:
         gate = tl.minimum(gate, limit, _KEEP_NAN)
@@ -43,7 +44,7 @@ _activated = gluon.jit(activated.fn)
 
 
 @gluon.jit
-def _placed(words, PLACE: gl.constexpr):  # type: ignore[no-untyped-def]
+def _placed(words, PLACE: constexpr):  # type: ignore[no-untyped-def]
     """Numbers PLACE and PLACE + 4 of every word where bfloat16 has its sign, exponent and mantissa: 2^-126 times them,
     the first in the low half."""
     if PLACE == 0:
@@ -64,7 +65,7 @@ def _halves(both):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _numbers(words, scale, PLACE: gl.constexpr):  # type: ignore[no-untyped-def]
+def _numbers(words, scale, PLACE: constexpr):  # type: ignore[no-untyped-def]
     """Numbers PLACE and PLACE + 4 of every word; exact: numbers of two bits are multiplied by powers of two."""
     low, high = _halves(_placed(words, PLACE))
     unit = gl.full(words.shape, 85070591730234615865843651857942052864.0, gl.bfloat16, layout=words.type.layout)
@@ -72,7 +73,7 @@ def _numbers(words, scale, PLACE: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _weights(words, scale, factor: gl.constexpr):  # type: ignore[no-untyped-def]
+def _weights(words, scale, factor: constexpr):  # type: ignore[no-untyped-def]
     """words: [N, 4, 4], a row's blocks and words. Returns [N, 128] bfloat16 as a factor."""
     n0, n1 = _numbers(words, scale, 0), _numbers(words, scale, 1)
     n2, n3 = _numbers(words, scale, 2), _numbers(words, scale, 3)
@@ -81,7 +82,7 @@ def _weights(words, scale, factor: gl.constexpr):  # type: ignore[no-untyped-def
 
 
 @gluon.jit
-def _columns(x, factor: gl.constexpr, READY: gl.constexpr):  # type: ignore[no-untyped-def]
+def _columns(x, factor: constexpr, READY: constexpr):  # type: ignore[no-untyped-def]
     """x: [M, 4, 4, 4] uint32, a row's blocks, words of weights, and pairs of numbers: in order, or READY: numbers p and
     p + 4 next to each other. Returns [128, M] bfloat16 as a factor, with columns as `_weights` has them."""
     x = gl.reshape(x, (x.shape[0], 4, 4, 2, 2))
@@ -102,7 +103,7 @@ def _read(words_ptr, scales_ptr, block, blocks, step):  # type: ignore[no-untype
 
 
 @gluon.jit
-def _row_of(m, rows, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _row_of(m, rows, GATED: constexpr, INTERLEAVED: constexpr, ROWS: constexpr):  # type: ignore[no-untyped-def]
     """Row of the matrix that is row m of a tile. GATED: eight rows of gate, then the same of up: a thread has both."""
     if GATED:
         row = gl.minimum(gl.program_id(0) * (ROWS // 2) + m // 16 * 8 + m % 8, rows - 1)
@@ -114,11 +115,11 @@ def _row_of(m, rows, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def _gated(acc, alpha, limit, CLAMPED: gl.constexpr, kind: gl.constexpr):  # type: ignore[no-untyped-def]
+def _gated(acc, alpha, limit, CLAMPED: constexpr, kind: constexpr):  # type: ignore[no-untyped-def]
     """See `specdec.ops.mixtures.routed.activated`. acc: [N, M]. Returns [N / 2, M], numbers p and p + 4 of eight side
     by side."""
-    ROWS: gl.constexpr = acc.shape[0]
-    PAIRS: gl.constexpr = acc.shape[1]
+    ROWS: constexpr = acc.shape[0]
+    PAIRS: constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc.to(kind).to(gl.float32), (ROWS // 16, 2, 8, PAIRS)), (0, 2, 3, 1))
     gate, up = gl.split(both)
     found = _activated(gate, up, alpha, limit, CLAMPED)
@@ -135,8 +136,8 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     index_ptr, order_ptr, offset_ptr, active_ptr,
     out_ptr,  # GATED: [P, rows] in the order of the groups, numbers p and p + 4 of eight side by side; else by pair
     top_k, rows, width, expert_stride, row_quads, scale_expert, scale_row, alpha, limit,
-    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, CLAMPED: gl.constexpr, BIASED: gl.constexpr,
-    GROUPED: gl.constexpr, PAIRS: gl.constexpr, DEPENDENT: gl.constexpr,
+    GATED: constexpr, INTERLEAVED: constexpr, CLAMPED: constexpr, BIASED: constexpr,
+    GROUPED: constexpr, PAIRS: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     """As `specdec.ops.mixtures.routed_kernel._routed_kernel`, whose arguments these are."""
     if DEPENDENT:
@@ -144,20 +145,20 @@ def _few_kernel(  # type: ignore[no-untyped-def]
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-    ROWS: gl.constexpr = 64  # of a tile, in which four warps lie one below the other
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
-    of_words: gl.constexpr = gl.DistributedLinearLayout(
+    ROWS: constexpr = 64  # of a tile, in which four warps lie one below the other
+    mma: constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    of_words: constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]], [], [ROWS, 4, 4],
     )  # fmt: skip
-    of_scales: gl.constexpr = gl.SliceLayout(2, of_words)
-    own_x: gl.constexpr = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0]]
-    of_x: gl.constexpr = gl.DistributedLinearLayout(
+    of_scales: constexpr = gl.SliceLayout(2, of_words)
+    own_x: constexpr = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0]]
+    of_x: constexpr = gl.DistributedLinearLayout(
         own_x if PAIRS == 8 else [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
         [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         [[0, 0, 0, 0], [0, 0, 0, 0]], [], [PAIRS, 4, 4, 4],
     )  # fmt: skip
-    x_2: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, of_x))
+    x_2: constexpr = gl.SliceLayout(2, gl.SliceLayout(3, of_x))
     if GROUPED:
         expert = gl.load(active_ptr + gl.program_id(1))
         start = gl.load(offset_ptr + expert, mask=expert >= 0, other=0)
@@ -209,13 +210,13 @@ def _few_kernel(  # type: ignore[no-untyped-def]
                 next_x = gl.load(x_at + 64 * (step + 1), mask=inside, other=0)
                 left = _weights(words, scale, gl.DotOperandLayout(0, mma, 2))
                 acc = mma_v2(left, _columns(x, gl.DotOperandLayout(1, mma, 2), not GATED), acc)
-        kind: gl.constexpr = out_ptr.dtype.element_ty
+        kind: constexpr = out_ptr.dtype.element_ty
         if BIASED:
             row = _row_of(gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma)), rows, GATED, INTERLEAVED, ROWS)
             bias = gl.load(bias_ptr + expert.to(gl.int64) * (2 * rows if GATED else rows) + row)
             acc = acc + bias.to(gl.float32)[:, None]
-        TILE: gl.constexpr = ROWS // 2 if GATED else ROWS
-        stored: gl.constexpr = gl.BlockedLayout([8, 1], [TILE // 8, 256 // TILE], [1, 4], [0, 1])
+        TILE: constexpr = ROWS // 2 if GATED else ROWS
+        stored: constexpr = gl.BlockedLayout([8, 1], [TILE // 8, 256 // TILE], [1, 4], [0, 1])
         found = _gated(acc, alpha, limit, CLAMPED, kind) if GATED else acc
         found = gl.convert_layout(found.to(kind), stored)
         o = gl.program_id(0) * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, stored))
@@ -276,7 +277,7 @@ def _dequantise_kernel(  # type: ignore[no-untyped-def]
     packed_ptr,  # [E, rows, I/2] uint8
     exponent_ptr,  # [E, rows, I/32] uint8
     out_ptr,  # [E, rows, I], written
-    blocks, rows, row_blocks, APART: tl.constexpr, BLOCKS: tl.constexpr,
+    blocks, rows, row_blocks, APART: constexpr, BLOCKS: constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     there = block < blocks

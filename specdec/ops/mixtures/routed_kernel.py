@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from attention.hf.padding import Padding
 from attention.kernels.launch import CompiledAtOnce, dependent_launch, wait_for_predecessor
@@ -37,7 +38,7 @@ class RoutedTiling:
 
 
 @triton.jit
-def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: constexpr):  # type: ignore[no-untyped-def]
     """A program's expert (-1: none), its first place in the order, and the place after its last."""
     place = tl.program_id(1)
     if GROUPED:
@@ -52,7 +53,7 @@ def _expert_of(index_ptr, offset_ptr, active_ptr, GROUPED: tl.constexpr):  # typ
 
 @triton.jit
 def _mxfp4_tile(  # type: ignore[no-untyped-def]
-    packed_ptr, exponent_ptr, k, there, width, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    packed_ptr, exponent_ptr, k, there, width, EVEN: constexpr, ROWS: constexpr, WIDTH: constexpr
 ):  # fmt: skip
     """Columns k to k + WIDTH of a tile of rows, [N, WIDTH] float32, by pointers [N, 1] to the rows."""
     byte, block = tl.arange(0, WIDTH // 2), tl.arange(0, WIDTH // 32)
@@ -81,9 +82,9 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
     index_ptr, order_ptr, offset_ptr, active_ptr,
     out_ptr,  # GATED: [P, rows] in the order of the groups; else [P, rows] by pair; written
     share, rows, width, expert_stride, row_stride, column_stride, scale_expert, scale_row, alpha, limit,
-    GATED: tl.constexpr, ORDERED: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, FORM: tl.constexpr,
-    BIASED: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: constexpr, ORDERED: constexpr, INTERLEAVED: constexpr, CLAMPED: constexpr, FORM: constexpr,
+    BIASED: constexpr, GROUPED: constexpr, EVEN: constexpr, TILE_PAIRS: constexpr, TILE_ROWS: constexpr,
+    TILE_WIDTH: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     """GATED: O is twice `rows`, of gate and of up, and each gets the product of both; else O is `rows`."""
     wait_for_predecessor(DEPENDENT)
@@ -91,7 +92,7 @@ def _routed_kernel(  # type: ignore[no-untyped-def]
     if expert < 0:
         return
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [N] of the result
-    READ: tl.constexpr = 2 * TILE_ROWS if GATED else TILE_ROWS
+    READ: constexpr = 2 * TILE_ROWS if GATED else TILE_ROWS
     place_in_tile = tl.arange(0, READ)
     read = tl.program_id(0) * READ + place_in_tile  # rows of the matrix: gate's and up's take turns
     inside_rows = read < rows
@@ -261,7 +262,7 @@ def launch_expert_matmul(x: Tensor, stack: Tensor, scale: Tensor | None, index: 
     return out
 
 
-_FLIP, _LEAST = tl.constexpr(0x7FFFFFFF), tl.constexpr(-(2**63))
+_FLIP, _LEAST = constexpr(0x7FFFFFFF), constexpr(-(2**63))
 _ONE_WARP = 512
 
 
@@ -271,8 +272,8 @@ def _best_experts_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,  # [T, k], written
     place_ptr,  # [T, k] int64, written
     experts, row_stride,
-    CHOSEN: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CHOSEN: constexpr, SOFTMAX: constexpr, NORMALISE: constexpr, EXPERTS: constexpr, PADDED: constexpr,
+    DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
