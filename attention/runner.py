@@ -249,7 +249,9 @@ class GroupRunner:
     def _tuned(self, planned: PlannedBatch, layer: int, tuning: TemperatureTuning, query: Tensor) -> Tensor:
         """Scaled queries [T', Hq, Dk] of a layer with temperature tuning."""
         if layer == self._first_tuned[tuning] or tuning not in planned.temperatures:
-            factors = _factors(tuning, planned.metadata.positions)
+            # [T, 1, 1] float32, by the operations of transformers in their order.
+            steps = torch.floor((planned.metadata.positions.float() + 1.0) / tuning.floor)
+            factors = (torch.log1p(steps) * tuning.scale + 1.0)[:, None, None]
             planned.temperatures[tuning] = F.pad(factors, (0, 0, 0, 0, 0, len(query) - len(factors)))
         return (query * planned.temperatures[tuning]).to(query.dtype)
 
@@ -261,9 +263,3 @@ def _in_chunks(metadata: CommonAttentionMetadata, chunk_size: int) -> CommonAtte
     from attention.batch.transforms.local_attention import local_attention
 
     return with_rows(metadata, local_attention(metadata.host, chunk_size))
-
-
-def _factors(tuning: TemperatureTuning, positions: Tensor) -> Tensor:
-    """[T, 1, 1] float32 factors of queries at positions [T] int64, by the operations of transformers in their order."""
-    steps = torch.floor((positions.float() + 1.0) / tuning.floor)
-    return (torch.log1p(steps) * tuning.scale + 1.0)[:, None, None]

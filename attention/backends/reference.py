@@ -123,7 +123,12 @@ class TorchBuilder:
             slots = np.where(key < seqs[:, None], slots, 0)
         place = (computed[:, None].astype(np.int64) + within)[:, :, None]  # [b, Q, 1] position in the cache
         if num_queries > 1 or not same or (self._window is not None and self._window < num_keys):
-            visible = self._visible(key, place, seqs[:, None, None])  # [b, Q, S]
+            # [b, Q, S] bool: queries at place [b, Q, 1] see positions key [S] of rows that end at seqs [b].
+            visible = key <= place if self._causal else np.repeat(key < seqs[:, None, None], place.shape[1], 1)
+            if self._window is not None:
+                visible &= key > place - self._window
+                if not self._causal:
+                    visible &= key < place + self._window
             mask = self._send(np.tile(visible[:, None], (1, 1, self._groups, 1)))
         if self._slopes is not None:
             bias = self._slopes * (key - place)[:, None, None].astype(np.float32)  # [b, Hkv, G, Q, S]
@@ -134,15 +139,6 @@ class TorchBuilder:
         follow = np.array_equal(flat, np.arange(run.start, run.stop))
         shape = len(rows), num_queries, num_keys
         return Segment(tokens, real, run if follow else self._send(flat), mask, shape, bias, self._exact)
-
-    def _visible(self, key: ndarray, place: ndarray, stop: ndarray) -> ndarray:
-        """[b, Q, S] bool: queries at place [b, Q, 1] see positions key [S] of rows that end at stop [b, 1, 1]."""
-        visible = key <= place if self._causal else np.repeat(key < stop, place.shape[1], 1)
-        if self._window is not None:
-            visible &= key > place - self._window
-            if not self._causal:
-                visible &= key < place + self._window
-        return visible
 
     def _send(self, array: ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

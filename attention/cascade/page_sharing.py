@@ -142,7 +142,10 @@ class Sharing:
             return None
         cost = _cost(key, dtype, shape, scratch)
         found = worth_sharing(batch, *shape, cost)
-        pages = self._no_pages(shape[0])
+        rows = shape[0]
+        if rows > len(self._none):
+            self._none = self._room.new_zeros(rows, dtype=torch.int32)
+        pages = self._none[:rows]
         if found.any():
             pages = on_device(found, self._room.device)
         return BatchShared(self._keys(key, shape, cost.tiling, pages), bool(found.any()))
@@ -175,11 +178,6 @@ class Sharing:
         if limit:
             return f"; no cascade: {limit}"
         return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
-
-    def _no_pages(self, rows: int) -> Tensor:
-        if rows > len(self._none):
-            self._none = self._room.new_zeros(rows, dtype=torch.int32)
-        return self._none[:rows]
 
     def _keys(self, key: AttentionSpec, shape: Shape, tiling: PrefixTiling, pages: Tensor) -> SharedKeys:
         """pages: [rows] int32. Buffers handed out before keep their memory."""

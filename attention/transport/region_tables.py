@@ -270,7 +270,15 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> Iterato
     if not having:
         raise HandoffMismatchError(f"region {region.name}: the source has none of that name")
     for _, there in having:
-        _check_stored(region, there)
+        # Both sides store the region alike.
+        for name in ("dtype", "page_size", "head_dim", "head_bytes", "group"):
+            ours = getattr(region, name)
+            theirs = getattr(there, name)
+            if ours != theirs:
+                raise HandoffMismatchError(
+                    f"region {region.name}: {name} is {theirs} in the engine that read the prompt and {ours} in this "
+                    "one; load both models with the same options"
+                )
     head = region.head0
     end = region.head_range.stop
     while head < end:
@@ -283,18 +291,6 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> Iterato
         stop = min(end, there.head_range.stop)
         yield head, stop, source, there
         head = stop
-
-
-def _check_stored(here: Region, there: Region) -> None:
-    """Compare how both sides store a region. Raises HandoffMismatchError: they differ."""
-    for name in ("dtype", "page_size", "head_dim", "head_bytes", "group"):
-        ours = getattr(here, name)
-        theirs = getattr(there, name)
-        if ours != theirs:
-            raise HandoffMismatchError(
-                f"region {here.name}: {name} is {theirs} in the engine that read the prompt and {ours} in this one; "
-                "load both models with the same options"
-            )
 
 
 def _check_layout(here: Region, there: Region) -> None:

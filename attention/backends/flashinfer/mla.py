@@ -164,18 +164,14 @@ class MlaBuilder:
         keys = tiles.keys(host.seq_lens)
         split = SplitKV.of(tiles, keys)
         layout = PlanLayout.of(tiles, len(split.tile), kernel.sms)
-        work = self._next_list(layout.nbytes)
+        # The list planned longest ago; a new one while its copy still waits in the stream, or where it is small.
+        work = self._ring.pop(0) if len(self._ring) >= 2 and self._ring[0].ready else None
+        if work is None or work.host.nbytes < layout.nbytes:
+            work = WorkList(max(_LIST_BYTES, 2 * layout.nbytes), self._kernel.device)
+        self._ring.append(work)
         write_all(layout.arrays(work.host), tiles, split, keys, host)
         work.send(layout.nbytes)
         return MlaPlan(kernel, work, work.generation, layout.info, metadata.page_indices)
-
-    def _next_list(self, nbytes: int) -> WorkList:
-        """The list planned longest ago; a new one while its copy still waits in the stream, or where it is small."""
-        work = self._ring.pop(0) if len(self._ring) >= 2 and self._ring[0].ready else None
-        if work is None or work.host.nbytes < nbytes:
-            work = WorkList(max(_LIST_BYTES, 2 * nbytes), self._kernel.device)
-        self._ring.append(work)
-        return work
 
 
 class FixedMlaBuilder:
