@@ -95,7 +95,14 @@ def resolve_spec(
     """
     written = format_of(config)
     config = overrides.applied(flattened(config))
-    _refuse_deep_fusion(shapes)
+    query = shapes.get("layers.1.self_attn.q_proj.weight")
+    hidden = shapes.get("layers.1.self_attn.o_proj.weight")
+    if query is not None and hidden is not None and query[-1] == 2 * hidden[0]:
+        raise HeadLoadError(
+            "the head's further layers read [embedding, hidden] like its first (DeepSpec with draft_num_hidden_layers "
+            "above 1, which DeepSpec's own evaluation does not run either); heads whose further layers read the hidden "
+            "state are supported"
+        )
     fields = (
         *_layer_fields(config, shapes, target, written.first_position),
         *_vocabulary(config, shapes),
@@ -170,17 +177,6 @@ def _refuse_unsupported(config: Config) -> None:
                     "not supported for EAGLE-3 heads"
                 )
             raise HeadLoadError(f"config.json says {key} = {value!r}{reason}")
-
-
-def _refuse_deep_fusion(shapes: Shapes) -> None:
-    query = shapes.get("layers.1.self_attn.q_proj.weight")
-    hidden = shapes.get("layers.1.self_attn.o_proj.weight")
-    if query is not None and hidden is not None and query[-1] == 2 * hidden[0]:
-        raise HeadLoadError(
-            "the head's further layers read [embedding, hidden] like its first (DeepSpec with draft_num_hidden_layers "
-            "above 1, which DeepSpec's own evaluation does not run either); heads whose further layers read the hidden "
-            "state are supported"
-        )
 
 
 def _num_layers(config: Config, shapes: Shapes, target: TargetFacts) -> ResolvedField:

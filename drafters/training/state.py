@@ -162,7 +162,12 @@ def save_checkpoint(run: Run, step: int, learner: Learner, history: list[Measure
         TrainingDivergedError: a weight is not finite; nothing is written.
         RunFolderError: it cannot be written; earlier checkpoints stay.
     """
-    _check_finite(learner.head, step)
+    broken = [name for name, parameter in learner.head.named_parameters() if not torch.isfinite(parameter).all()]
+    if broken:
+        raise TrainingDivergedError(
+            f"after step {step} these weights are NaN or infinite: {', '.join(broken)}; lower the learning rate or the "
+            "clip norm"
+        )
     state = {
         "step": step,
         "data": run.data,
@@ -244,15 +249,6 @@ def kept_evaluation(checkpoint: Path) -> dict[str, float] | None:
         return None
     numbers = isinstance(found, dict) and all(isinstance(value, (int, float)) for value in found.values())
     return found if numbers else None
-
-
-def _check_finite(head: torch.nn.Module, step: int) -> None:
-    broken = [name for name, parameter in head.named_parameters() if not torch.isfinite(parameter).all()]
-    if broken:
-        raise TrainingDivergedError(
-            f"after step {step} these weights are NaN or infinite: {', '.join(broken)}; lower the learning rate or the "
-            "clip norm"
-        )
 
 
 def _newest_good(found: list[Path], console: Console) -> tuple[Path, Json]:

@@ -129,7 +129,12 @@ def train(
         TrainingDivergedError: the loss or a weight is not finite.
     """
     head.requires_grad_(True).train()
-    learner = _learner(config, head)
+    # Norm weights and biases are not decayed: pulled towards zero they would scale down the normed values.
+    matrices = [p for p in head.parameters() if p.dim() >= 2]
+    vectors = [p for p in head.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2))
+    learner = Learner(head, optimizer, get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps))
     run = Run(output, config, data.digest())
     done, history = restore(run, learner, console)
     if done:
@@ -189,15 +194,6 @@ class _Scorer:
             return self._evaluate(
                 self.head, batch, aux_hidden_states, logits, self._config.ttt_steps, self._config.decay
             )
-
-
-def _learner(config: TrainConfig, head: Any) -> Learner:
-    # Norm weights and biases are not decayed: pulled towards zero they would scale down the normed values.
-    matrices = [p for p in head.parameters() if p.dim() >= 2]
-    vectors = [p for p in head.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2))
-    return Learner(head, optimizer, get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps))
 
 
 def _optimize(config: TrainConfig, learner: Learner, loss: Tensor) -> Tensor:
