@@ -54,23 +54,20 @@ class Resampling:
     def value(self, metric: Metric, *runs: Columns) -> Value:
         """One metric of columns [questions]. Of times the interval includes the scatter of several runs."""
         if metric.timing and (len(runs) > 1 or self.questions < FEW):
-            return self._of_times(metric, runs)
+            drawn = self._drawn(metric, {name: np.mean([run[name] for run in runs], axis=0) for name in metric.names})
+            error, freedom = self._error(_logs(drawn))
+            variance = error**2
+            if len(runs) > 1:
+                of_run = _logs(np.array([self._drawn(metric, run)[0] for run in runs]))
+                between = float(of_run.var(ddof=1)) / len(runs)
+                variance += between
+                if variance:
+                    freedom = variance**2 / (error**4 / freedom + between**2 / (len(runs) - 1))
+            if not np.isfinite(variance) or (len(runs) > 1 and not variance):
+                return Value(float(drawn[0]))
+            return Value(*np.exp(astuple(_student(math.log(drawn[0]), math.sqrt(variance), freedom))).tolist())
         found = self._interval(self._drawn(metric, runs[0]))
         return Value(found.estimate, *np.clip((found.low, found.high), *metric.limits(self._k)).tolist())
-
-    def _of_times(self, metric: Metric, runs: Sequence[Columns]) -> Value:
-        drawn = self._drawn(metric, {name: np.mean([run[name] for run in runs], axis=0) for name in metric.names})
-        error, freedom = self._error(_logs(drawn))
-        variance = error**2
-        if len(runs) > 1:
-            of_run = _logs(np.array([self._drawn(metric, run)[0] for run in runs]))
-            between = float(of_run.var(ddof=1)) / len(runs)
-            variance += between
-            if variance:
-                freedom = variance**2 / (error**4 / freedom + between**2 / (len(runs) - 1))
-        if not np.isfinite(variance) or (len(runs) > 1 and not variance):
-            return Value(float(drawn[0]))
-        return Value(*np.exp(astuple(_student(math.log(drawn[0]), math.sqrt(variance), freedom))).tolist())
 
     def difference(self, metric: Metric, left: Columns, right: Columns) -> Value:
         """metric(right) - metric(left), paired: both are taken from the same resamples."""

@@ -99,7 +99,11 @@ def prepare(plan: AccuracyPlan) -> Prepared:
         SpecdecError: programs cannot be run here, but would have to be.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = _task_manager(plan)
+    # Our tasks, and lm-eval's folder of gsm8k; all of lm-eval's tasks for any other names.
+    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k"
+    others = not set(plan.tasks) <= {*_LOCAL, *OWN_TASKS}
+    metadata: Json = {} if plan.data_dir is None else {"data_dir": str(plan.data_dir)}
+    manager = TaskManager(include_path=[stock, TASKS], include_defaults=others, metadata=metadata)
     for task in plan.tasks:
         if task not in manager.all_tasks:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
@@ -160,14 +164,6 @@ def why_void(cached: Json, baseline: Sequence[Answer], fast: Sequence[Answer]) -
     if not all(turn.wall_s for answer in (*baseline, *fast) for turn in answer.turns):
         return "the run was interrupted, and requests in flight were begun twice; another --run-dir measures it whole"
     return "" if any(record.drafted for answer in fast for record in answer.rounds) else "no draft was verified"
-
-
-def _task_manager(plan: AccuracyPlan) -> TaskManager:
-    """Our tasks, and lm-eval's folder of gsm8k; all of lm-eval's tasks for any other names."""
-    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k"
-    others = not set(plan.tasks) <= {*_LOCAL, *OWN_TASKS}
-    metadata: Json = {} if plan.data_dir is None else {"data_dir": str(plan.data_dir)}
-    return TaskManager(include_path=[stock, TASKS], include_defaults=others, metadata=metadata)
 
 
 def _evaluate(model: EngineLM, prepared: Prepared) -> Json:

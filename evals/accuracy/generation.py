@@ -67,9 +67,25 @@ class Generation:
         until = handle_stop_sequences(asked.pop("until"), None if eos is None else model.tokenizer.decode([eos]))
         length = asked.pop("max_gen_toks")
         seed = asked.pop("seed", None)
-        _check_known(asked)
+        if "max_length" in asked:
+            raise InvalidInputError(
+                f"max_length={asked['max_length']} in gen_kwargs counts the prompt and its padding; give max_gen_toks"
+            )
+        known = _OF_TRANSFORMERS | set(OFF)
+        unknown = sorted(set(asked) - known)
+        if unknown:
+            listed = sorted((known - {"max_new_tokens"}) | _LENGTHS | {"until", "seed"})
+            raise InvalidInputError(f"generation arguments not supported: {unknown}; known are {listed}")
         _check_length(length, model.config.max_model_len)
-        _check_temperature(gen_kwargs, asked)
+        # No sampling at temperature 0, as in transformers; greedy decoding has no temperature.
+        if not asked["do_sample"]:
+            asked.pop("temperature", None)
+        elif not float(asked.get("temperature", 0.0)):
+            why = "temperature=0" if "temperature" in gen_kwargs else "no temperature, which lm-eval takes for 0"
+            raise InvalidInputError(
+                f"do_sample=True with {why}: give a temperature above 0 (--gen_kwargs do_sample=true,temperature=1.0), "
+                "or do_sample=False for greedy decoding"
+            )
         ours = {name: asked.pop(name) for name in set(OFF) - _OF_TRANSFORMERS if name in asked}
         config = GenerationConfig(**asked, max_new_tokens=length, num_return_sequences=1)
         read = from_generation_config(config, model.hf_model, 0, model.generation_config_use)
@@ -132,33 +148,9 @@ class Thinking:
         return str(text).lstrip()
 
 
-def _check_known(asked: Options) -> None:
-    if "max_length" in asked:
-        raise InvalidInputError(
-            f"max_length={asked['max_length']} in gen_kwargs counts the prompt and its padding; give max_gen_toks"
-        )
-    known = _OF_TRANSFORMERS | set(OFF)
-    unknown = sorted(set(asked) - known)
-    if unknown:
-        listed = sorted((known - {"max_new_tokens"}) | _LENGTHS | {"until", "seed"})
-        raise InvalidInputError(f"generation arguments not supported: {unknown}; known are {listed}")
-
-
 def _check_length(length: int, longest: int) -> None:
     if length >= longest:  # lm-eval would cut the whole prompt off
         raise InvalidInputError(
             f"the task generates up to {length:,} tokens, which leaves no room for a prompt in max_model_len="
             f"{longest:,}; raise max_model_len (--max-model-len) to {length:,} and a prompt's length"
-        )
-
-
-def _check_temperature(given: Options, asked: Options) -> None:
-    """Refuse sampling at temperature 0, as transformers does; greedy decoding has no temperature."""
-    if not asked["do_sample"]:
-        asked.pop("temperature", None)
-    elif not float(asked.get("temperature", 0.0)):
-        why = "temperature=0" if "temperature" in given else "no temperature, which lm-eval takes for 0"
-        raise InvalidInputError(
-            f"do_sample=True with {why}: give a temperature above 0 (--gen_kwargs do_sample=true,temperature=1.0), "
-            "or do_sample=False for greedy decoding"
         )

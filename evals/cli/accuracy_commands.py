@@ -98,18 +98,14 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     from evals.accuracy.lm_eval_model import register
 
     register()
-    sys.argv = ["lm_eval", *_with_tasks(arguments)]
-    cli_evaluate()
-
-
-def _with_tasks(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Add our folder of tasks where a command takes one and none was given."""
+    # Add our folder of tasks where a command takes one and none was given.
     from evals.accuracy.accuracy import TASKS
 
     flags = [argument.split("=")[0] for argument in arguments]
     asks = any(flag in ("--tasks", "--config", "-C") or flag.startswith("-t") for flag in flags)
     given = "--include_path" in flags or any(map(_names_a_folder, arguments))
-    return arguments if given or not asks else (*arguments, "--include_path", str(TASKS))
+    sys.argv = ["lm_eval", *(arguments if given or not asks else (*arguments, "--include_path", str(TASKS)))]
+    cli_evaluate()
 
 
 def _names_a_folder(argument: str) -> bool:

@@ -326,15 +326,6 @@ def _evaluate(options: Options, specs: dict[str, ModelSpec], plan: Plan) -> None
     print_acceptance(console, document, options["explain"])
     if options.get("same"):
         console.print("A and B are the same configuration: all but the times is equal by construction", style="yellow")
-    _write_report(options, document, store)
-    end(console, options, document, store)
-    if document["failures"]:
-        sys.exit(EXIT_FAILED)
-    if document["not_measured"]:
-        sys.exit(Verdict.NOT_TESTED.exit_code)
-
-
-def _write_report(options: Options, document: Json, store: RunStore) -> None:
     from evals.report import page
     from evals.runs.answers import write_spec_bench
     from specdec.run_files import write_atomically
@@ -347,6 +338,11 @@ def _write_report(options: Options, document: Json, store: RunStore) -> None:
         answers = [store.answers[question_id, arm] for arm in arms for question_id in ids]
         name = shared.model_name(options, options["draft"]).replace("/", "--")
         write_spec_bench(options["spec_bench_dir"], answers, name)
+    end(console, options, document, store)
+    if document["failures"]:
+        sys.exit(EXIT_FAILED)
+    if document["not_measured"]:
+        sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
 def _finish(options: Options, document: Json, text: str, **more: Any) -> None:

@@ -117,7 +117,16 @@ def load(name: str, *, data_dir: Path | None = None, limit: int | None = None, s
     if name.endswith((".jsonl", ".json")) or Path(name).is_file():
         return _from_file(Path(name), Path(name).stem, lambda _: Path(name).stem).limited(limit)
     if name == "arithmetic":
-        return _arithmetic(limit or 200, seed)
+        from evals.data.arithmetic import problems
+
+        drawn = problems("heldout", limit or 200, seed)
+        questions = tuple(
+            Question(str(i), (problem.question,), category="arithmetic", task="arithmetic")
+            for i, problem in enumerate(drawn)
+        )
+        return DataSet(
+            "arithmetic", questions, digest([q.turns for q in questions]), f"evals.data.arithmetic seed {seed}"
+        )
     if name in NAMED:
         return _named(name, data_dir).limited(limit)
     if "/" in name:
@@ -151,17 +160,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield number, _parse(line, f"{path}:{number}")
-
-
-def _parse(line: bytes, where: str) -> Record:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
-        raise DataError(f"{where}: not a line of JSON in UTF-8 ({error})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON object is needed, this is {type(record).__name__}")
-    return record
+                where = f"{path}:{number}"
+                try:
+                    record = json.loads(line.decode("utf-8"))
+                except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+                    raise DataError(f"{where}: not a line of JSON in UTF-8 ({error})") from error
+                if not isinstance(record, dict):
+                    raise DataError(f"{where}: a JSON object is needed, this is {type(record).__name__}")
+                yield number, record
 
 
 def _named(name: str, data_dir: Path | None) -> DataSet:
@@ -208,17 +214,6 @@ def _from_hub(name: str, address: tuple[str, str | None, str], task: Labels) -> 
     return DataSet(name, _questions(rows, name, task), digest(records), f"hub:{repository}:{split}")
 
 
-def _arithmetic(count: int, seed: int) -> DataSet:
-    from evals.data.arithmetic import problems
-
-    drawn = problems("heldout", count, seed)
-    questions = tuple(
-        Question(str(i), (problem.question,), category="arithmetic", task="arithmetic")
-        for i, problem in enumerate(drawn)
-    )
-    return DataSet("arithmetic", questions, digest([q.turns for q in questions]), f"evals.data.arithmetic seed {seed}")
-
-
 def digest(value: Any) -> str:
     """sha256 of a JSON value in canonical form."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
@@ -248,7 +243,12 @@ def _question(record: Record, where: str, number: str, name: str, task: Labels) 
 
 def _conversation(record: Record, where: str) -> Chat:
     if record.get("messages") is not None:
-        return _chat(record["messages"], where)
+        messages = record["messages"]
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            raise DataError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
+        if messages[-1]["role"] != "user":
+            raise DataError(f"{where}: the last message must have the role 'user', not {messages[-1]['role']!r}")
+        return (messages[-1]["content"],), tuple((m["role"], m["content"]) for m in messages[:-1])
     for key in ("turns", "prompt", "question"):
         if (given := record.get(key)) is not None:
             turns = (given,) if isinstance(given, str) else given
@@ -256,14 +256,6 @@ def _conversation(record: Record, where: str) -> Chat:
                 raise DataError(f"{where}: {key!r} must be text or a list of texts, none of them empty")
             return tuple(turns), ()
     raise DataError(f"{where}: needs one of 'turns', 'prompt', 'question' or 'messages'; it has {sorted(record)}")
-
-
-def _chat(messages: Any, where: str) -> Chat:
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise DataError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
-    if messages[-1]["role"] != "user":
-        raise DataError(f"{where}: the last message must have the role 'user', not {messages[-1]['role']!r}")
-    return (messages[-1]["content"],), tuple((m["role"], m["content"]) for m in messages[:-1])
 
 
 def _is_text(value: Any) -> bool:

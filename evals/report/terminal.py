@@ -152,7 +152,10 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
     arms = document["arms"]
     console.print(f"\n[bold]{headline(document)}[/bold]")
     for part, metrics in metric_parts():
-        _print_table(console, part or f"{arms[0]['questions']} questions", _metric_table(arms, metrics))
+        table = _table("", *(arm["name"] for arm in arms))
+        for metric in metrics:
+            table.add_row(metric.label, *(_shown(metric, arm) for arm in arms))
+        _print_table(console, part or f"{arms[0]['questions']} questions", table)
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
     _print_table(
@@ -164,7 +167,11 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
         prediction = document["timing"]["prediction"]
         title = "predicted speed-up, decode only (* beyond what was measured)"
         if prediction["table"]:
-            _print_table(console, title, _prediction_table(prediction, arms[0]["questions"]))
+            table = _table("K", *(f"batch {size}" for size in prediction["round_seconds"]))
+            for k in sorted({cell["k"] for cell in prediction["table"]}):
+                row = [cell for cell in prediction["table"] if cell["k"] == k]
+                table.add_row(str(k), *(predicted(cell, arms[0]["questions"]) for cell in row))
+            _print_table(console, title, table)
         for text in advice(document):
             console.print(text)
     if "differences" in document:
@@ -211,13 +218,6 @@ def _table(first: str, *numbers: str) -> Table:
     return Table(first, *(Column(header, justify="right") for header in numbers))
 
 
-def _metric_table(arms: Sequence[Json], metrics: Sequence[Metric]) -> Table:
-    table = _table("", *(arm["name"] for arm in arms))
-    for metric in metrics:
-        table.add_row(metric.label, *(_shown(metric, arm) for arm in arms))
-    return table
-
-
 _OF_GROUPS = (("metrics", "tau"), ("timing", "speedup"))
 
 
@@ -245,14 +245,6 @@ def _position_table(arms: Sequence[Json]) -> Table:
             for arm in drafting
         ]
         table.add_row(str(j + 1), *cells)
-    return table
-
-
-def _prediction_table(prediction: Json, questions: int) -> Table:
-    table = _table("K", *(f"batch {size}" for size in prediction["round_seconds"]))
-    for k in sorted({cell["k"] for cell in prediction["table"]}):
-        row = [cell for cell in prediction["table"] if cell["k"] == k]
-        table.add_row(str(k), *(predicted(cell, questions) for cell in row))
     return table
 
 
