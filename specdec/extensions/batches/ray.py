@@ -104,7 +104,16 @@ def spread(
         SpecdecError: the cluster cannot be reached, workers cannot be started, or one failed otherwise than by dying.
     """
     with _connected() as ray:
-        sizes = _resources(ray, count, options)
+        # Workers would wait for ever for what the cluster does not have.
+        there = ray.cluster_resources()
+        on_gpus = there.get("GPU") and str(options.device or "cuda").startswith("cuda")
+        gpus = options.tensor_parallel_size if on_gpus else 0
+        for name, each in {"CPU": 1, "GPU": gpus}.items():
+            if there.get(name, 0) < each * count:
+                raise InvalidInputError(
+                    f"{count} workers need {each * count} {name}s; the cluster has {there.get(name, 0):g}"
+                )
+        sizes = {"num_cpus": 1, "num_gpus": gpus}
         kind = ray.remote(max_concurrency=IN_FLIGHT, max_restarts=-1, max_task_retries=ATTEMPTS - 1, **sizes)(
             BatchActor
         )
@@ -155,18 +164,6 @@ def shared_out(ray: Any, actors: list[Any], lines: Iterator[Line], size: int, as
 def _lost(line: Line, asking: TaskDefaults) -> Record:
     error = f"SpecdecError: {ATTEMPTS} workers died with the chunk of this row"
     return record_of(TaskResult(task_of(line, asking), error=error), None)
-
-
-def _resources(ray: Any, count: int, options: LoadOptions) -> Json:
-    """Of each worker. Raises InvalidInputError: the cluster has fewer, so that workers would wait for ever."""
-    there = ray.cluster_resources()
-    gpus = options.tensor_parallel_size if there.get("GPU") and str(options.device or "cuda").startswith("cuda") else 0
-    for name, each in {"CPU": 1, "GPU": gpus}.items():
-        if there.get(name, 0) < each * count:
-            raise InvalidInputError(
-                f"{count} workers need {each * count} {name}s; the cluster has {there.get(name, 0):g}"
-            )
-    return {"num_cpus": 1, "num_gpus": gpus}
 
 
 @contextmanager

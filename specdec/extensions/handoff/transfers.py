@@ -112,7 +112,15 @@ class Transfers:
         given = submissions(prompts, params, model.hf_model, model.tokenizer, model.generation_config_use)
         requests = [Leaving(**vars(request), seconds=lease_seconds) for request in given]
         check_each(requests, guests.check_leaving)
-        self._check_held_at_once([len(request.token_ids) for request in requests])
+        lens = [len(request.token_ids) for request in requests]
+        size = self._model.config.page_size
+        needed = sum(-(-n // size) for n in lens)
+        most = self._model.config.num_pages - 1
+        if needed > most:
+            raise CacheTooSmallError(
+                f"{len(lens)} prompts need {needed} pages of {size} tokens at once, and the KV cache has {most}: their "
+                "pages are held until they are read; hand over fewer at a time"
+            )
         call = self._shared.submit(requests)
         found = {}
         try:
@@ -216,16 +224,6 @@ class Transfers:
         """Give up reserved pages that nothing writes to."""
         with self._shared.between_rounds():
             self._guests.drop(number, lambda: True)
-
-    def _check_held_at_once(self, lens: list[int]) -> None:
-        size = self._model.config.page_size
-        needed = sum(-(-n // size) for n in lens)
-        most = self._model.config.num_pages - 1
-        if needed > most:
-            raise CacheTooSmallError(
-                f"{len(lens)} prompts need {needed} pages of {size} tokens at once, and the KV cache has {most}: their "
-                "pages are held until they are read; hand over fewer at a time"
-            )
 
     def _opened(self) -> Link:
         ranks = self._model.ranks

@@ -27,7 +27,7 @@ from specdec.requests.prompts import Prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, pool_requests
 from specdec.values import Json
-from specdec.wrapped.probing import TargetProbe, probe_target
+from specdec.wrapped.probing import probe_target
 
 LOW = 0.25
 """Least share of first drafts that a right pair has accepted; EAGLE-3 heads have 0.55 to 0.75 on chats."""
@@ -135,7 +135,8 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     _check_lengths(passages)
     probed = probe_target(model.hf_model)
     layers = len(probed.layers)
-    theta = _rope_theta(probed)
+    theta = (getattr(probed.model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_theta")
+    theta = float(theta) if isinstance(theta, (int, float)) else None
     readings = [own for each in FAMILIES.values() for own in each.optional("other_readings", head, layers, theta) or ()]
     own: Chains | None = None
     tried: tuple[Tried, ...] = ()
@@ -192,9 +193,3 @@ def _judged(stats: AcceptanceStats, best: Tried | None, head_can_vary: bool) -> 
         "of it; it is hardly trained; it was trained with another chat template, or on other texts (give some with "
         "--file)"
     )
-
-
-def _rope_theta(probed: TargetProbe) -> float | None:
-    parameters = getattr(probed.model.config.get_text_config(), "rope_parameters", None) or {}
-    theta = parameters.get("rope_theta")
-    return float(theta) if isinstance(theta, (int, float)) else None

@@ -132,23 +132,19 @@ def start_ranks(size: int, device: torch.device) -> WorkersChannel:
         link = workers.new_link()
         if new:
             log.info("starting %d more ranks", size - 1)
-            _meet(workers, link, device)
+            # Form a group with the other ranks once they run. An error ends them.
+            try:
+                workers.wait_answers(messages.STARTED)
+                meeting = f"{workers.folder}/meeting"
+                workers.send((0, messages.Join(workers.size, device.type, meeting)))
+                workers.collectives = _joined(workers, workers.size, device, meeting)
+            except BaseException as error:
+                found = workers.found_loss() if isinstance(error, Exception) else None
+                link.close()
+                if isinstance(error, RanksLostError) or found is not None:
+                    raise ModelLoadError(f"a rank did not start: {found or error}") from error
+                raise
         return link
-
-
-def _meet(workers: Workers, link: WorkersChannel, device: torch.device) -> None:
-    """Wait until the other ranks run, and form a group with them. An error ends them."""
-    try:
-        workers.wait_answers(messages.STARTED)
-        meeting = f"{workers.folder}/meeting"
-        workers.send((0, messages.Join(workers.size, device.type, meeting)))
-        workers.collectives = _joined(workers, workers.size, device, meeting)
-    except BaseException as error:
-        found = workers.found_loss() if isinstance(error, Exception) else None
-        link.close()
-        if isinstance(error, RanksLostError) or found is not None:
-            raise ModelLoadError(f"a rank did not start: {found or error}") from error
-        raise
 
 
 def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> Collectives:

@@ -146,7 +146,11 @@ def take_share(model: Any, plan: ShardingPlan, rank: int, size: int) -> Share:
             vars(config).pop("distributed_config", None)
     output = model.get_output_embeddings()
     if type(output) is nn.Linear:
-        divide_rows(output, rank, size)
+        # Each rank multiplies its own rows. In place: the module and its weight, which heads and a tied embedding
+        # share, stay the same objects.
+        output.__class__ = DividedRows
+        count = -(-output.out_features // size)
+        vars(output).update(size=size, count=count, first=min(rank * count, output.out_features))
     return Share(frozenset(divided), repeated, frozenset(kv_copies))
 
 
@@ -214,12 +218,3 @@ class DividedRows(nn.Linear):
         if own.shape[-1] < self.count:
             own = F.pad(own, (0, self.count - own.shape[-1]))
         return gather_ranks(own, self.size)[..., : self.out_features]
-
-
-def divide_rows(layer: Any, rank: int, size: int) -> None:
-    """Let each rank multiply its own rows of `layer`."""
-    # In place, so that the module and its weight, which heads and a tied embedding share, stay the same objects.
-    layer.__class__ = DividedRows
-    layer.size = size
-    layer.count = -(-layer.out_features // size)
-    layer.first = min(rank * layer.count, layer.out_features)

@@ -155,20 +155,14 @@ class Follower:
                     self._transfers.pop(number).close()
                     self._models.pop(number).close()
             else:
-                self._follow(number, message)
-
-    def _follow(self, number: int, message: Any) -> None:
-        """Do what rank 0 does.
-
-        Raises:
-            RanksLostError: an unexpected message: the ranks are at different places.
-        """
-        if not isinstance(message, CallMethod):
-            raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
-        engine: Any = self._models[number].engine
-        of = {"engine": engine, "guests": engine.guests, "transfers": self._transfers[number]}[message.of]
-        with engine.ranks.together():
-            getattr(of, message.method)(*message.arguments)
+                if not isinstance(message, CallMethod):
+                    raise RanksLostError(
+                        f"the ranks disagree: rank 0 launched a round that is not launched here ({message})"
+                    )
+                engine: Any = self._models[number].engine
+                of = {"engine": engine, "guests": engine.guests, "transfers": self._transfers[number]}[message.of]
+                with engine.ranks.together():
+                    getattr(of, message.method)(*message.arguments)
 
     def _load(self, number: int, message: Load) -> None:
         """Load this rank's share. A failure is reported to rank 0, which decides what follows.

@@ -28,7 +28,7 @@ from specdec.errors import ClosedModelError, SpecdecError
 from specdec.extensions.service.asynchronous import AsyncStream, signal_all
 from specdec.requests.chats import num_characters, prompts_in
 from specdec.requests.request import Call
-from specdec.values import Fields, Options, listed
+from specdec.values import Options, listed
 
 _FAILED = "the thread that leads rounds for asynchronous calls was struck by an error from outside, ask again"
 _LONGEST_END = 5.0
@@ -204,13 +204,10 @@ def stream_of(model: Any, prompts: Any, params: Any, options: Options) -> AsyncS
     has_grammar = any(
         getattr(each, "grammar", None) is not None for each in (*listed(params), SimpleNamespace(**options))
     )
-    readers = leader.readers[2 if has_grammar else 1 if _is_long(prompts, options) else 0]
+    # Other calls do not wait behind one whose texts take long to tokenise.
+    is_long = len(prompts_in(prompts)) > _MANY or num_characters([prompts, options]) > _LONG
+    readers = leader.readers[2 if has_grammar else 1 if is_long else 0]
     return AsyncStream(leader, partial(model.stream, prompts, params, **options), readers)
-
-
-def _is_long(prompts: Any, options: Fields) -> bool:
-    """Whether a call's texts take long to tokenise: other calls do not wait behind it."""
-    return len(prompts_in(prompts)) > _MANY or num_characters([prompts, options]) > _LONG
 
 
 @atexit.register

@@ -76,6 +76,8 @@ def metrics_of(engine: Any) -> Metrics:
     head = scheduler.head_pages
     pools = {"target": [scheduler.target_pages], "head": [] if head is None else [head], "windowed": [*windowed]}
     queue, prefill, decode = counters.seconds
+    # The age of a round, for which requests wait, keeps growing if the round never ends.
+    arrivals = [r.times.submitted for r in (*scheduler.running, *scheduler.waiting)]
     return Metrics(
         {f"requests_ended_by_{reason}_total": counters.ends[reason] for reason in _REASONS}
         | {f"{name}_pages_used": sum(pages.num_used for pages in pool) for name, pool in pools.items()}
@@ -100,15 +102,9 @@ def metrics_of(engine: Any) -> Metrics:
             "tokens_per_second": counters.lately(now) / LATELY,
             "lifetime_tokens_per_second": counters.reported / uptime,
             "uptime_seconds": uptime,
-            "round_age_seconds": _round_age(engine, now),
+            "round_age_seconds": now - max(counters.last, min(arrivals)) if arrivals else 0.0,
             "queue_seconds_total": queue,
             "prefill_seconds_total": prefill,
             "decode_seconds_total": decode,
         }
     )
-
-
-def _round_age(engine: Any, now: float) -> float:
-    """Seconds that requests have waited for a round to end; it keeps growing if a round never ends."""
-    arrivals = [r.times.submitted for r in (*engine.scheduler.running, *engine.scheduler.waiting)]
-    return now - max(engine.counters.last, min(arrivals)) if arrivals else 0.0
