@@ -105,7 +105,9 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAu
         if config is None:
             raise ModelLoadError(f"cannot load the adapter {place.name!r}: it has no {CONFIG}")
         found = _adapter(place, config, merge)
-        if _are_others(found.base, checkpoint.name):
+        # Apart from owners and folders; a base without a name is not compared.
+        names = [Path(model).name.lower() for model in (found.base, checkpoint.name)]
+        if all(names) and not any(map(_SNAPSHOT.fullmatch, names)) and names[0] != names[1]:
             warn_user(
                 f"the adapter {place.name!r} was trained on {found.base!r} (base_model_name_or_path in its {CONFIG}), "
                 f"the target is {checkpoint.name!r}: where the sizes are the same, nothing else tells whether it fits"
@@ -125,12 +127,6 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAu
         found.base, own.get("revision"), checkpoint.trust_remote_code, what=f"the base model of {checkpoint.name!r},"
     )
     return replace(base, adapter=found)
-
-
-def _are_others(base: str, target: str) -> bool:
-    """Whether two models have different names, apart from owners and folders; False where one has no name."""
-    names = [Path(model).name.lower() for model in (base, target)]
-    return all(names) and not any(map(_SNAPSHOT.fullmatch, names)) and names[0] != names[1]
 
 
 def _adapter(place: Checkpoint, config: Config, merge: OrAuto) -> Adapter:

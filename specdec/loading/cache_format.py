@@ -138,7 +138,10 @@ def chosen_scales(
     if checkpoint is None or stored is None:
         return given, "given" if given else ""
     what = f"kv_cache_dtype='fp8' for {checkpoint.name!r}"
-    layers = _layer_numbers(probed)
+    # The number of each attention layer in the model, in the order of the cache.
+    names = {module: name for name, module in probed.model.named_modules()}
+    found = [_LAYER.findall(names.get(call.module, "")) for call in probed.calls]
+    layers = [int(numbers[-1]) if numbers else place for place, numbers in enumerate(found)]
     _check_whole(stored, layers, what, given)
     if not stored.scales:
         return given, "given"
@@ -265,10 +268,3 @@ def _scheme(folder: CheckpointFolder) -> tuple[str, str]:
             words = numbers_in_words(scheme)
             return "fp8" if words == "float8 by tensor" else words, f"{file}, kv_cache_scheme"
     return "", ""
-
-
-def _layer_numbers(probed: TargetProbe) -> list[int]:
-    """The number of each attention layer in the model, in the order of the cache."""
-    names = {module: name for name, module in probed.model.named_modules()}
-    found = [_LAYER.findall(names.get(call.module, "")) for call in probed.calls]
-    return [int(numbers[-1]) if numbers else place for place, numbers in enumerate(found)]

@@ -70,21 +70,6 @@ def check_weight_files(folder: Path) -> None:
     raise ModelLoadError(f"{_without_weights(names)}")
 
 
-def check_no_pointers(folder: Path) -> None:
-    """Check that a folder's weights are no git-lfs pointers.
-
-    Raises:
-        ModelLoadError: they are; the message explains how to get the files.
-    """
-    files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
-    pointers = [file.name for file in files if is_lfs_pointer(file)]
-    if pointers:
-        raise ModelLoadError(
-            f"{len(pointers)} of {len(files)} files of its weights are git-lfs pointers, not the files "
-            f"themselves ({short(pointers)}): run `git lfs pull` in the folder, or download it with `hf download`"
-        )
-
-
 def _check_shards(folder: Path, index: Path) -> None:
     places = read_json(index).get("weight_map")
     if not isinstance(places, Mapping) or not places or not all(isinstance(place, str) for place in places.values()):
@@ -247,10 +232,23 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
         read_json(folder / "generation_config.json")  # transformers ignores a damaged one, and so its eos ids
     check_quantisation(_modelopt_config(folder, names))
     check_quantisation(config.get("quantization_config"))
-    check_no_pointers(folder)
+    files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
+    pointers = [file.name for file in files if is_lfs_pointer(file)]
+    if pointers:
+        raise ModelLoadError(
+            f"{len(pointers)} of {len(files)} files of its weights are git-lfs pointers, not the files "
+            f"themselves ({short(pointers)}): run `git lfs pull` in the folder, or download it with `hf download`"
+        )
     check_depth(config)
     _check_no_head(folder, config, names)
-    _check_model_type(config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelLoadError("config.json has no model_type; it is no model that transformers can read")
+    if kind not in CONFIG_MAPPING and "auto_map" not in config:
+        raise ModelLoadError(
+            f"config.json says model_type={kind!r}, which transformers {transformers_version} does not know; a "
+            "newer release may"
+        )
 
 
 def gguf_types(checkpoint: Checkpoint) -> Mapping[str, str] | None:
@@ -340,17 +338,6 @@ def _has_few_tensors(folder: Path, names: set[str]) -> bool:
     """Whether there may be few enough for a head."""
     places = read_json(folder / _INDEX).get("weight_map") if _INDEX in names else None
     return len(places) <= _MOST_TENSORS_OF_A_HEAD if isinstance(places, dict) else _WHOLE[0] in names
-
-
-def _check_model_type(config: Config) -> None:
-    kind = config.get("model_type")
-    if not isinstance(kind, str):
-        raise ModelLoadError("config.json has no model_type; it is no model that transformers can read")
-    if kind not in CONFIG_MAPPING and "auto_map" not in config:
-        raise ModelLoadError(
-            f"config.json says model_type={kind!r}, which transformers {transformers_version} does not know; a "
-            "newer release may"
-        )
 
 
 def _modelopt_config(folder: Path, names: set[str]) -> Config | None:

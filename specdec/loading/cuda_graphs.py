@@ -165,7 +165,10 @@ class Graphs:
                 raise
             # Anything that the compiler, a kernel or the allocator may raise: graphs are optional here.
             self._made = self._error = None
-            reason = _in_words(error)
+            # The first line of an error's message, with its type.
+            first = str(error).strip().partition("\n")[0].strip()
+            said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+            reason = said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]}…"
             self.state = f"off: {reason}"
             self._warn(reason)
             gc.collect()
@@ -184,13 +187,6 @@ class Graphs:
             f"{name} runs without CUDA graphs, several times slower in small batches: {reason}. "
             "cuda_graphs=True shows the whole error, cuda_graphs=False is silent"
         )
-
-
-def _in_words(error: Exception) -> str:
-    """The first line of an error's message, with its type."""
-    first = str(error).strip().partition("\n")[0].strip()
-    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]}…"
 
 
 @cache

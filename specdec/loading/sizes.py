@@ -63,7 +63,13 @@ def num_drafts(asked: int | None, head: Head | None, lookup: bool, model: PreTra
             f'num_speculative_tokens={asked} needs a draft head: give draft=… ("lookup" needs none)'
         )
     if isinstance(head, BlockHead):
-        return _block_drafts(asked, head)
+        most = head.block_size - head.first_slot
+        if asked is not None and asked > most:
+            raise InvalidInputError(
+                f"num_speculative_tokens={asked}: this head drafts in blocks of {head.block_size} tokens, which give "
+                f"{most} drafts; it was not trained for more, which would spoil all of them; give {most} or less"
+            )
+        return most if asked is None else asked
     if asked is not None:
         return asked
     if isinstance(head, PicksDrafts):
@@ -75,16 +81,6 @@ def num_drafts(asked: int | None, head: Head | None, lookup: bool, model: PreTra
             )
         return drafts
     return DEFAULT_DRAFTS if head is not None else LOOKUP_DRAFTS if lookup else 0
-
-
-def _block_drafts(asked: int | None, head: BlockHead) -> int:
-    most = head.block_size - head.first_slot
-    if asked is not None and asked > most:
-        raise InvalidInputError(
-            f"num_speculative_tokens={asked}: this head drafts in blocks of {head.block_size} tokens, which give "
-            f"{most} drafts; it was not trained for more, which would spoil all of them; give {most} or less"
-        )
-    return most if asked is None else asked
 
 
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
@@ -225,7 +221,18 @@ def divide_cache(
         return found
     room = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        room = cache_room(device, utilization, sum(pool.token_bytes for pool in pools), state_bytes, scores_bytes)
+        # Free memory less others' share, 4 GiB for activations and graphs, the recurrent states, and `scores_bytes`.
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(free - (1 - utilization) * total) - _RESERVE_BYTES - state_bytes - scores_bytes
+        if room < sum(pool.token_bytes for pool in pools):
+            states = f", {_gib(state_bytes)} are the recurrent states of max_num_seqs rows (fewer take less)"
+            raise CacheTooSmallError(
+                f"no room for a KV cache: {_gib(free)} of {_gib(total)} are free on {device}, "
+                f"gpu_memory_utilization={utilization} leaves "
+                f"{_gib(max(0, room + _RESERVE_BYTES + state_bytes))} of it, and {_gib(_RESERVE_BYTES)} are reserved "
+                f"for activations and graphs{states if state_bytes else ''}; raise gpu_memory_utilization or take a "
+                "smaller model"
+            )
     return divided(room, rows.max_num_seqs * rows.max_model_len, pools, rows)
 
 
@@ -349,27 +356,6 @@ def scores_bytes(rows: int, vocab_size: int) -> int:
     197001216
     """
     return 2 * 4 * rows * vocab_size
-
-
-def cache_room(device: torch.device, utilization: float, token_bytes: int, state_bytes: int, scores_bytes: int) -> int:
-    """Bytes for KV caches: free memory less others' share, 4 GiB for activations and graphs, the recurrent states,
-    and `scores_bytes`.
-
-    Raises:
-        CacheTooSmallError: not even one token fits.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    room = int(free - (1 - utilization) * total) - _RESERVE_BYTES - state_bytes - scores_bytes
-    if room < token_bytes:
-        states = f", {_gib(state_bytes)} are the recurrent states of max_num_seqs rows (fewer take less)"
-        raise CacheTooSmallError(
-            f"no room for a KV cache: {_gib(free)} of {_gib(total)} are free on {device}, "
-            f"gpu_memory_utilization={utilization} leaves "
-            f"{_gib(max(0, room + _RESERVE_BYTES + state_bytes))} of it, and {_gib(_RESERVE_BYTES)} are reserved for "
-            f"activations and graphs{states if state_bytes else ''}; raise gpu_memory_utilization or take a "
-            "smaller model"
-        )
-    return room
 
 
 def check_cache_fits(

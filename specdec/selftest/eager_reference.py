@@ -190,7 +190,12 @@ def read_eager(model: PreTrainedModel, ids: list[Tensor]) -> list[Tensor]:
     with attention_implementation(attention_configs(model), "eager"):
         logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids]
     if any(row.isnan().any() for row in logits):
-        raise UnsupportedModelError(_nan_message(model))
+        broken = [name for name, weight in model.named_parameters() if weight.isnan().any()]
+        where = f"its weights contain NaN ({', '.join(broken[:3])})" if broken else "its weights do not"
+        raise UnsupportedModelError(
+            f"the logits of {type(model).__name__} contain NaN in its own eager forward in {model.dtype}, before any "
+            f"paged attention; {where}. Check the checkpoint, or load it in another dtype"
+        )
     return logits
 
 
@@ -231,15 +236,6 @@ def likely_cause(model: PreTrainedModel) -> str:
 def _differ(ours: Tensor, right: Tensor) -> bool:
     """Whether logits differ by more than rounding."""
     return not torch.allclose(ours, right.expand_as(ours), rtol=1e-3, atol=1e-4 * float(right.abs().max()))
-
-
-def _nan_message(model: PreTrainedModel) -> str:
-    broken = [name for name, weight in model.named_parameters() if weight.isnan().any()]
-    where = f"its weights contain NaN ({', '.join(broken[:3])})" if broken else "its weights do not"
-    return (
-        f"the logits of {type(model).__name__} contain NaN in its own eager forward in {model.dtype}, before any paged "
-        f"attention; {where}. Check the checkpoint, or load it in another dtype"
-    )
 
 
 def verifications(target: Target, prompts: np.ndarray) -> list[ReadPiece]:

@@ -250,7 +250,10 @@ def invariance_test(target: Target, model: Callable[..., Any] | None = None) -> 
         UnsupportedModelError: a token's logits depend on the rest of the batch, or differ from the model's.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    ends = _lens_that_fit(target)
+    # Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it.
+    ends = _PROMPT_LENS + VERIFY_LEN
+    most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
+    ends[0] = max(ends[0], min(_MOST_TOKENS, most, _room(target)))
     rows = DummyRows.of(target, ends)
     none = np.zeros_like(ends)
     everyone = range(len(ends))
@@ -339,14 +342,6 @@ def _error(ours: Tensor, right: Tensor) -> Tensor:
     pairs = zip(ours.split(_AT_A_TIME), right.split(_AT_A_TIME), strict=True)
     errors = torch.cat([relative_errors(*pair) for pair in pairs])
     return torch.stack([part.median() for part in errors.tensor_split(max(len(errors) // _NEIGHBOURS, 1))]).max()
-
-
-def _lens_that_fit(target: Target) -> np.ndarray:
-    """Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it."""
-    lens = _PROMPT_LENS + VERIFY_LEN
-    most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
-    lens[0] = max(lens[0], min(_MOST_TOKENS, most, _room(target)))
-    return lens
 
 
 def _room(target: Target) -> int:

@@ -131,7 +131,8 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         raise
     except UNNAMED_ERRORS as error:
         _check_reads_text(model)
-        if not _knows_the_interface(model):
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        if not any(_INTERFACE in vars(file) for file in files if file is not None):
             raise UnsupportedModelError(
                 f"{name} does not call transformers' attention interface: its modeling file has attention code of its "
                 f"own{_likely_reason(model)}"
@@ -202,12 +203,6 @@ def _check_reads_text(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__}{reason}: on four tokens it raises {named_error(error)}"
         ) from error
-
-
-def _knows_the_interface(model: PreTrainedModel) -> bool:
-    """Whether any modeling file of the model's uses transformers' attention interface."""
-    files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    return any(_INTERFACE in vars(file) for file in files if file is not None)
 
 
 def _check_attention_alone(model: PreTrainedModel, calls: Calls) -> None:

@@ -170,7 +170,18 @@ class Fp8Layers:
         self.experts = {n: m for n, m in found.items() if isinstance(m, FP8Experts)}
         modules = tuple(found.values())
         holder = object()
-        _check_device(what, next(modules[0].parameters()).device)
+        device = next(modules[0].parameters()).device
+        if device.type == "cpu":
+            warn_user(
+                f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are "
+                "multiplied out in float32 whenever they are used, with the results of a GPU and many times slower "
+                "than unquantised"
+            )
+        elif torch.version.hip is not None or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+            raise UnsupportedModelError(
+                f"{what} is quantised in FP8, which needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100, "
+                f"…), not {torch.cuda.get_device_name(device)}"
+            )
         for module in modules:
             _set_class(module, _OURS)
             vars(module).setdefault(_HOLDERS, set()).add(holder)
@@ -273,20 +284,6 @@ def _faults(module: Any) -> Iterator[str]:
             wrong = parameter[~((parameter > 0) & parameter.isfinite())]
             if len(wrong):
                 yield f".{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
-
-
-def _check_device(what: str, device: torch.device) -> None:
-    """Refuse a GPU without 8-bit floats; on a CPU, warn of the cost."""
-    if device.type == "cpu":
-        warn_user(
-            f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are multiplied "
-            "out in float32 whenever they are used, with the results of a GPU and many times slower than unquantised"
-        )
-    elif torch.version.hip is not None or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        raise UnsupportedModelError(
-            f"{what} is quantised in FP8, which needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100, …), "
-            f"not {torch.cuda.get_device_name(device)}"
-        )
 
 
 class Mxfp4Experts(nn.Module):
