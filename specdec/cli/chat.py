@@ -37,7 +37,13 @@ _HELP = (
 @model_options(["seed"])
 def chat(system: str | None, chat_template: Any, chat_template_kwargs: str | None, **options: Any) -> None:
     """Talk with a model. It sees the whole conversation; /help lists what can be typed beside messages."""
-    template = template_options(chat_template, chat_template_kwargs)
+    template = {} if chat_template is None else {"chat_template": chat_template.read()}
+    if chat_template_kwargs is not None:
+        try:
+            template["chat_template_kwargs"] = {**json.loads(chat_template_kwargs)}
+        except (TypeError, ValueError) as error:
+            hint = "--chat-template-kwargs"
+            raise click.BadParameter(f"{chat_template_kwargs!r} is no JSON object: {error}", param_hint=hint) from None
     model, params = load_for_sampling(options)
     if not getattr(model.tokenizer, "chat_template", None) and "chat_template" not in template:
         raise InvalidInputError(
@@ -49,18 +55,6 @@ def chat(system: str | None, chat_template: Any, chat_template_kwargs: str | Non
     click.echo(f"{model!r}\n{_HELP}", err=True)
     while (line := next_line()) is not None and conversation.take(line):
         pass
-
-
-def template_options(file: Any, variables: str | None) -> Options:
-    """Options of the chat template. Raises click.BadParameter: the variables are no JSON object."""
-    found = {} if file is None else {"chat_template": file.read()}
-    if variables is not None:
-        try:
-            found["chat_template_kwargs"] = {**json.loads(variables)}
-        except (TypeError, ValueError) as error:
-            hint = "--chat-template-kwargs"
-            raise click.BadParameter(f"{variables!r} is no JSON object: {error}", param_hint=hint) from None
-    return found
 
 
 def next_line() -> str | None:

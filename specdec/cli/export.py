@@ -74,7 +74,13 @@ def export(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInputError(f"--out {out}: it exists and is not empty; give another folder")
-    _check_of_speculators(context, layout)
+    # Options that decide nothing in another layout are refused when they are given.
+    names = dict(_ONLY_SPECULATORS)
+    if layout == "custom_generate":
+        del names["with_target_tensors"]
+    given = _given(context, names)
+    if given and layout != "speculators":
+        raise InvalidInputError(f"{given}: only --layout speculators has a place for it; leave it out")
     if layout == "custom_generate":
         _write_repository(head, target, out, options["with_target_tensors"])
         return
@@ -215,16 +221,6 @@ def _eagle_head(head: str, target: str | None, blocks: bool = False) -> str:
     if not served and (problem := family.code().not_exportable(path)) is not None:
         raise InvalidInputError(f"{head}: {problem}")
     return path
-
-
-def _check_of_speculators(context: click.Context, layout: ExportLayout) -> None:
-    """Options that decide nothing in another layout are refused when they are given."""
-    names = dict(_ONLY_SPECULATORS)
-    if layout == "custom_generate":
-        del names["with_target_tensors"]
-    given = _given(context, names)
-    if given and layout != "speculators":
-        raise InvalidInputError(f"{given}: only --layout speculators has a place for it; leave it out")
 
 
 def _given(context: click.Context, names: Mapping[str, str]) -> str:

@@ -96,12 +96,9 @@ def human(name: str, value: Any) -> str:
         return f"{value:.2g}"
     if isinstance(value, int) and not isinstance(value, bool):
         text = str(value) if name == "seed" else f"{value:,}"
-        return f"{text} ({_millions(value)})" if name == "parameters" else text
+        rounded = f"{value / 1e9:.2f} B" if value >= 1e9 else f"{value / 1e6:.2f} M"
+        return f"{text} ({rounded})" if name == "parameters" else text
     return ", ".join(map(str, listed(value)))
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
 def fit_lines(facts: Json) -> list[str]:

@@ -119,12 +119,10 @@ def form_of(region: _Region) -> str:
     for place, node in enumerate(region.nodes):
         names[node] = f"n{place}"
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
-        lines.append(f"{names[node]} = {node.op} {_name_of(node.target)} {arguments!r}")
+        target: Any = node.target
+        called = target if isinstance(target, str) else f"{target!r} {id(target)}"  # two functions may have one repr
+        lines.append(f"{names[node]} = {node.op} {called} {arguments!r}")
     return "\n".join([*lines, f"-> {[names[node] for node in region.outputs]}"])
-
-
-def _name_of(target: Any) -> str:
-    return target if isinstance(target, str) else f"{target!r} {id(target)}"  # two functions may have one repr
 
 
 def _layout(value: Any) -> str:

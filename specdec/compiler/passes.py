@@ -106,8 +106,10 @@ def sum_alike(graph: Graph) -> None:
         UnsupportedModelError: the graph has a matmul of another form, or not in half precision.
     """
     for node in list(graph.nodes):
-        if node.target not in _ATEN_MATMULS or _sums_nothing(node):
+        if node.target not in _ATEN_MATMULS:
             continue
+        if not node.kwargs and len(node.args) == 2 and shape_of(node.args[0])[-1:] == (1,):
+            continue  # each result is one term, as of rotary frequencies times positions
         if (args := _matmul_with_weight(node)) is None:
             sizes = (f"{list(shape_of(arg))} {dtype_of(arg)}" for arg in node.args if shape_of(arg))
             raise UnsupportedModelError(f"not batch-invariant: a matmul {node.target} of {' and '.join(sizes)}")
@@ -124,11 +126,6 @@ def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
     if weight is None or dtype_of(x) not in HALF or (bias is not None and shape_of(bias) != shape_of(weight)[:1]):
         return None
     return x, weight, bias
-
-
-def _sums_nothing(node: Node) -> bool:
-    """Whether each result of a matmul is one term, as in rotary frequencies times positions."""
-    return not node.kwargs and len(node.args) == 2 and shape_of(node.args[0])[-1:] == (1,)
 
 
 def _times(one: Any, other: Any) -> Call:

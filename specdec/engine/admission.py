@@ -65,7 +65,13 @@ class Admission:
         self.check_prompt(token_ids)
         self.check_ids("stop_token_ids: ", params.stop_token_ids)
         self.check_ids("options: ", sorted(params.token_ids))
-        self._check_num_drafts(params)
+        asked = params.num_speculative_tokens
+        most = self.config.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise InvalidInputError(
+                f"num_speculative_tokens={asked}: this model was loaded for at most {most}; to raise that, give "
+                "num_speculative_tokens when you load it"
+            )
         limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
         if params.strict_length and limit < len(token_ids) + params.max_new_tokens:
             raise InvalidInputError(
@@ -152,11 +158,7 @@ class Admission:
         if not len(prompt):
             raise InvalidInputError("the prompt is empty; at least one token is needed")
         check_num_tokens(len(prompt), self.config.max_model_len)
-        self._check_text_only(prompt)
-        self.check_ids("", prompt)
-
-    def _check_text_only(self, prompt: Sequence[int]) -> None:
-        """Prompts alone are checked: a placeholder id that the model generates is read back as ordinary text."""
+        # Prompts alone are checked: a placeholder id that the model generates is read back as ordinary text.
         marks = self._target.placeholders
         found = next((t for t in prompt if t in marks), None) if marks else None
         if found is not None:
@@ -165,6 +167,7 @@ class Admission:
                 f"model's configuration), at place {list(prompt).index(found)}; only text is served: leave it out, or "
                 "use the model's own generate (model.hf_model)"
             )
+        self.check_ids("", prompt)
 
     def check_ids(self, where: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidInputError: an id outside the vocabulary. where: what the message begins with."""
@@ -174,15 +177,6 @@ class Admission:
             raise InvalidInputError(
                 f"{where}token id {bad[0]} is outside the vocabulary 0 … {largest}; if a tokenizer made it, it does "
                 "not belong to this model (tokens added without model.resize_token_embeddings?)"
-            )
-
-    def _check_num_drafts(self, params: SamplingParams) -> None:
-        asked = params.num_speculative_tokens
-        most = self.config.num_speculative_tokens
-        if asked is not None and asked > most:
-            raise InvalidInputError(
-                f"num_speculative_tokens={asked}: this model was loaded for at most {most}; to raise that, give "
-                "num_speculative_tokens when you load it"
             )
 
     def check_cache(self, prompt_len: int, limit: int) -> None:

@@ -126,12 +126,6 @@ class Feeding(Iterator[Fed], Generic[T]):
         return None if result is None else Fed(self._owners.pop(place), place, result)
 
 
-def is_lazy(prompts: Any) -> bool:
-    """Whether it is read item by item: an iterator or another iterable, but no prompt, list, set or array."""
-    whole = isinstance(prompts, Sequence | Mapping | Set) or hasattr(prompts, "shape")
-    return isinstance(prompts, Iterable) and not whole
-
-
 def generated(
     stream: Callable[..., Stream], prompts: Any, params: Any, options: Fields, group: int
 ) -> Iterator[tuple[int, Completion]]:
@@ -140,7 +134,9 @@ def generated(
     Raises:
         InvalidInputError: a list of params with an iterator; a bad prompt of it, with its index. Others as `generate`.
     """
-    if not is_lazy(prompts):
+    # Read item by item is an iterator or another iterable, but no prompt, list, set or array.
+    whole = isinstance(prompts, Sequence | Mapping | Set) or hasattr(prompts, "shape")
+    if whole or not isinstance(prompts, Iterable):
         yield from completed(stream(prompts, params, **options))
         return
     if isinstance(params, Sequence):

@@ -139,7 +139,10 @@ class Scheduler:
         if self.windowed_pages:
             self.free_behind_windows(np.array([r.row for r in self.running], np.int64))
         if self._rereads:
-            self._requeue_beyond_reach()
+            # Keys and values cannot serve the next token of these rows: they are read again from the start.
+            table = self._table
+            for request in [r for r in self.running if table.length[r.row] > table.longest[r.row]]:
+                self._requeue(request)
         schedule = self._running_rows()
         if self._reserved(schedule):
             if self.prefixes is not None and self.prefixes.owing:
@@ -401,12 +404,6 @@ class Scheduler:
     def _longest(self, request: Request) -> int:
         """Positions that its rounds may reach until it is read again, see `RowTable.longest`."""
         return reach_of(self._config.extras, request.variant, self._config.max_model_len)
-
-    def _requeue_beyond_reach(self) -> None:
-        """Requeue rows whose next token their keys and values cannot serve: they are read again from the start."""
-        table = self._table
-        for request in [r for r in self.running if table.length[r.row] > table.longest[r.row]]:
-            self._requeue(request)
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1

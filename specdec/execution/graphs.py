@@ -237,7 +237,14 @@ class GraphExecutor:
         rows = self._bucket_of(target, sampling)
         if rows is None:
             return Round(target, self._transfer.send(target.inputs), None, sampling=sampling)
-        self._send_verification(rows, target)
+        # Send and plan a verification and the draft prefill after it.
+        bucket = self._buckets[rows]
+        batch, passes, _ = self._fixed[rows].send(target)
+        self._sent += 1
+        bucket.planner.replan(batch)
+        if bucket.draft is not None and bucket.draft.prefill_planners:
+            for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
+                planner.replan(own)
         return Round(target, None, rows, sampling=sampling)
 
     def draft(self, round_: Round, aux_hidden_states: Tensor) -> None:
@@ -360,16 +367,6 @@ class GraphExecutor:
                 step.planner.replan(host)
                 step.run.of(round_.sampled).replay()
         return Draft(self._loop.drafts[: len(target.start), :num_drafts], None)
-
-    def _send_verification(self, rows: int, target: TargetArrays) -> None:
-        """Send and plan a verification and the draft prefill after it."""
-        bucket = self._buckets[rows]
-        batch, passes, _ = self._fixed[rows].send(target)
-        self._sent += 1
-        bucket.planner.replan(batch)
-        if bucket.draft is not None and bucket.draft.prefill_planners:
-            for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
-                planner.replan(own)
 
     def _bucket_of(self, target: TargetArrays, sampling: SamplingRound | None) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for others.

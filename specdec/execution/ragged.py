@@ -226,7 +226,15 @@ class RaggedPrefill:
         accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
         accepted = accepted.index_select(0, ahead.decided_place)
         if not self._loop.prefill_attends:
-            return accepted, self._run_plainly(result, ahead, accepted)
+            # Operator by operator: a prefill that attends nothing.
+            drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
+            token_ids = ahead.token_ids.index_copy(0, ahead.token_places, drafts)
+            (own,) = ahead.passes
+            inputs = FixedPrefill(token_ids, ahead.last_row + accepted)
+            unplanned = PlannedBatch(own, {})
+            return accepted, self._loop.prefill(
+                inputs, [own.positions], PassesAttend(self._runner, [unplanned]), compiled=False
+            )
         count = len(ahead.token_ids)
         rows = len(ahead.last_row)
         graph = self._graph(token_bucket(count, self._most_tokens))
@@ -244,15 +252,6 @@ class RaggedPrefill:
             graph.inputs.carried.request_rows[rows:].fill_(-1)
         graph.graph.replay(lambda: Between(_in_turn(self._runner, ahead.passes)))
         return accepted, graph.chosen
-
-    def _run_plainly(self, result: PackedResult, ahead: DeviceAhead, accepted: Tensor) -> Chosen | None:
-        """Operator by operator: a prefill that attends nothing."""
-        drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
-        token_ids = ahead.token_ids.index_copy(0, ahead.token_places, drafts)
-        (own,) = ahead.passes
-        inputs = FixedPrefill(token_ids, ahead.last_row + accepted)
-        unplanned = PlannedBatch(own, {})
-        return self._loop.prefill(inputs, [own.positions], PassesAttend(self._runner, [unplanned]), compiled=False)
 
     def capture_expected(self, mixed: Iterable[int]) -> None:
         """Capture the largest bucket, these of prompts with decoding rows, and the smallest."""

@@ -127,7 +127,11 @@ def record_segments(
         The graphs, and the result of the captured launch, into which each replay writes.
     """
     launch(_nothing, None if others is None else others.blank())
-    stream = _capture_stream()
+    # The stream on which torch captures all graphs. The allocator reuses free blocks of a pool only on the stream
+    # that allocated them, so graphs share memory only if all are captured on it.
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    stream = torch.cuda.graph.default_capture_stream
     cutter = _Cutter(pool, group)
     # The capture stream must see what was launched here before, such as the run that loads and allocates.
     stream.wait_stream(torch.cuda.current_stream())
@@ -138,14 +142,6 @@ def record_segments(
         finally:
             cutter.end()
     return SegmentedGraph(cutter.graphs, cutter.calls), result
-
-
-def _capture_stream() -> torch.cuda.Stream:
-    """The stream on which torch captures all graphs. The allocator reuses free blocks of a pool only on the stream that
-    allocated them, so graphs share memory only if all are captured on it."""
-    if torch.cuda.graph.default_capture_stream is None:
-        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
-    return torch.cuda.graph.default_capture_stream
 
 
 def _nothing(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:

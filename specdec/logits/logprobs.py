@@ -165,15 +165,12 @@ def _log_probabilities(params: Sequence[SamplingParams], decision: Decision, at:
         rows = np.concatenate([np.arange(row * width, (row + 1) * width) for row in processed])
         own = [params[row] for row in processed for _ in range(width)]
         places = on_device(rows, at.device)
-        found[places] = _of_distribution(decision.adjusted[at[places]].float(), own)
+        # Log-probabilities of the distribution that a request samples from; for greedy requests, of the plain logits.
+        logits = decision.adjusted[at[places]].float()
+        tensors = _tensors(own, logits.device)
+        greedy = tensors.temperature == 0
+        found[places] = torch.where(greedy[:, None], logits.log_softmax(1), target_probs(logits, tensors).log())
     return found
-
-
-def _of_distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log-probabilities of the distribution that a request samples from; for greedy requests, of the plain logits."""
-    tensors = _tensors(params, logits.device)
-    greedy = tensors.temperature == 0
-    return torch.where(greedy[:, None], logits.log_softmax(1), target_probs(logits, tensors).log())
 
 
 def _tensors(params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:

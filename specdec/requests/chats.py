@@ -257,14 +257,12 @@ def _check(number: int, message: Any) -> None:
             "parts (dicts) where the template reads them"
         )
     for part in content if parts else ():
-        _check_text(number, part)
-
-
-def _check_text(number: int, part: Json) -> None:
-    """Refuse a part that is no text, in the form of transformers ({"type": "image", "url": …}) or of OpenAI."""
-    kind = next((word for word in (part.get("type"), *part) if isinstance(word, str) and _MEDIA.fullmatch(word)), None)
-    if kind is not None:
-        raise InvalidInputError(
-            f"chat message {number} has a part of type {kind!r}; only text is served: leave it out, or use the model's "
-            "own generate (model.hf_model)"
+        # A part that is no text, in the form of transformers ({"type": "image", "url": …}) or of OpenAI.
+        kind = next(
+            (word for word in (part.get("type"), *part) if isinstance(word, str) and _MEDIA.fullmatch(word)), None
         )
+        if kind is not None:
+            raise InvalidInputError(
+                f"chat message {number} has a part of type {kind!r}; only text is served: leave it out, or use the "
+                "model's own generate (model.hf_model)"
+            )

@@ -222,7 +222,13 @@ def to_be_scored(
     if left:
         raise unexpected("score(prompts, completions, {})", left, ("chat", *CHAT_OPTIONS, "logprobs"))
     before = encode_prompts(prompts, tokenizer)
-    after = _encoded(completions, tokenizer)
+    # As prompts are, but a text gets no special tokens: it goes on after its prompt.
+    try:
+        after = encode_prompts(completions, partial(tokenizer, add_special_tokens=False))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"completions are given as prompts are: {error}") from None
+    if not all(after):
+        raise InvalidInputError(f"completion {after.index([])} is empty; each has one token at least")
     if len(before) == 1:
         before *= len(after)
     if len(before) != len(after):
@@ -249,15 +255,4 @@ def scores(done: Iterable[tuple[int, Completion]]) -> list[Score]:
         of_prompt = [each for each in completion.prompt_logprobs or () if each is not None]
         logprobs = (*of_prompt, *(completion.logprobs or ()))
         found.append(Score(sum(each.logprob for each in logprobs), logprobs))
-    return found
-
-
-def _encoded(completions: Prompts, tokenizer: Any) -> list[list[int]]:
-    """As prompts are, but a text gets no special tokens: it goes on after its prompt."""
-    try:
-        found = encode_prompts(completions, partial(tokenizer, add_special_tokens=False))
-    except InvalidInputError as error:
-        raise InvalidInputError(f"completions are given as prompts are: {error}") from None
-    if not all(found):
-        raise InvalidInputError(f"completion {found.index([])} is empty; each has one token at least")
     return found

@@ -31,7 +31,10 @@ def warped(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     scaled = logits.float() / torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
     if not sampling.filters:
         return scaled
-    return _min_p(_top_k_top_p(scaled, sampling.top_k, sampling.top_p), sampling.min_p)
+    kept = _top_k_top_p(scaled, sampling.top_k, sampling.top_p)
+    probs = kept.softmax(-1)
+    drop = probs < sampling.min_p[:, None] * probs.amax(-1, keepdim=True)
+    return kept.masked_fill(drop, float("-inf"))
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -46,12 +49,6 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     drop &= (top_p < 1)[:, None]
     drop |= below
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
-
-
-def _min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    probs = logits.softmax(-1)
-    drop = probs < min_p[:, None] * probs.amax(-1, keepdim=True)
-    return logits.masked_fill(drop, float("-inf"))
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:

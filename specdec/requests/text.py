@@ -246,15 +246,13 @@ class Detokenizer:
             self._cut = num
             self._cut_text = len(self.tail)
         elif num - self._mark >= _LONG_WINDOW:
-            self._settle_behind(num - _SETTLING)
-
-    def _settle_behind(self, cut: int) -> None:
-        """Text that has looked unfinished for long: beyond `_SETTLING` tokens back it no longer changes."""
-        text = self._text(cut)
-        if self.tail.startswith(text):
-            self._cut = cut
-            self._cut_text = len(text)
-            self.stable = max(self.stable, len(text))
+            # The text has looked unfinished for long: beyond `_SETTLING` tokens back it no longer changes.
+            cut = num - _SETTLING
+            text = self._text(cut)
+            if self.tail.startswith(text):
+                self._cut = cut
+                self._cut_text = len(text)
+                self.stable = max(self.stable, len(text))
 
     def _text(self, num: int) -> str:
         """The text of the first `num` tokens from `start` on."""

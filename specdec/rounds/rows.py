@@ -176,19 +176,16 @@ class RowTable:
         self.num_given[row] = 0
         self.awaited[row] = False
         self.reads_first[row] = False
-        self._set_eos(row, eos_ids)
-        for name, column in vars(self._sampling).items():
-            column[row] = getattr(params, name)
-        for columns in self.extras:
-            columns.open(self, row, params)
-        return self._free.pop()
-
-    def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:
         missing = len(eos_ids) - self.eos.shape[1]
         if missing > 0:
             self.eos = np.pad(self.eos, ((0, 0), (0, missing)), constant_values=-1)
         self.eos[row] = -1
         self.eos[row, : len(eos_ids)] = eos_ids
+        for name, column in vars(self._sampling).items():
+            column[row] = getattr(params, name)
+        for columns in self.extras:
+            columns.open(self, row, params)
+        return self._free.pop()
 
     def give(self, row: int, token_ids: Sequence[int], awaited: bool) -> None:
         """Drafts of the row's next round, after its last committed token; an extra gives them anew after each commit.
