@@ -14,7 +14,7 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from evals.acceptance.acceptance import definitions, sweep
-from evals.acceptance.summary import ByArm, Json, by_arm, summarize
+from evals.acceptance.summary import Json, by_arm, summarize
 from evals.accuracy.engine_lm import EngineLM, Report
 from evals.accuracy.task_functions import check_programs_run, gsm8k
 from evals.data.datasets import digest
@@ -135,10 +135,14 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
     plan = prepared.plan
     how: Json = {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report, "timed": True}
     results = {arm.name: _evaluate(EngineLM(model, arm, **how), prepared) for arm in plan.arms}
-    kept = _asked(store, plan)
+    # The answers of each configuration, all in the same order.
+    names = sorted({name for name, _ in store.answers})
+    answers = [store.answers[name, arm.name] for name in names for arm in plan.arms]
+    kept = by_arm(answers, plan.arms)
     baseline, fast = kept.values()
     cached = {name: found["prefix_cache"] for name, found in results.items()}
     void = why_void(cached, baseline, fast)
+    differ = [a.question_id for a, b in zip(baseline, fast, strict=True) if a.token_ids != b.token_ids]
     return {
         "schema": "specdec.accuracy",
         "schema_version": SCHEMA_VERSION,
@@ -150,7 +154,7 @@ def run(model: Any, facts: Json, prepared: Prepared, store: RunStore, report: Re
         },
         "definitions": {**definitions(), "speedup": SPEEDUP, "mcnemar": MCNEMAR, "accuracy_interval": INTERVAL},
         "scores": scores(*results.values()),
-        "identical": _identical(baseline, fast),
+        "identical": {"questions": len(baseline), "identical": len(baseline) - len(differ), "differ": differ},
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed), void) for arm in plan.arms],
         "timing": {"prefix_cache": cached, "void": void},
         "lm_eval": {name: {key: found[key] for key in _KEPT} for name, found in results.items()},
@@ -247,18 +251,6 @@ def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> Json:
         "high": min(centre + half, 1.0),
         "p_value": float(binomtest(only_b, either, 0.5).pvalue) if either else None,
     }
-
-
-def _asked(store: RunStore, plan: AccuracyPlan) -> ByArm:
-    """The answers of each configuration, all in the same order."""
-    names = sorted({name for name, _ in store.answers})
-    answers = [store.answers[name, arm.name] for name in names for arm in plan.arms]
-    return by_arm(answers, plan.arms)
-
-
-def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
-    differ = [a.question_id for a, b in zip(left, right, strict=True) if a.token_ids != b.token_ids]
-    return {"questions": len(left), "identical": len(left) - len(differ), "differ": differ}
 
 
 def _totals_only(summary: Json, void: str) -> Json:

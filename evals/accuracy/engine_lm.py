@@ -150,7 +150,14 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answer all requests in one generate call, in the order given."""
-        asked = dict(zip(_names(requests), requests, strict=True))
+        # A name for each request from its task, document and prompt, and numbers repeats of one request.
+        seen: dict[str, int] = {}
+        names = []
+        for request in requests:
+            name = f"{request.task_name}/{request.doc_id}/{request.idx}/{digest(request.args)[:16]}"
+            seen[name] = seen.get(name, 0) + 1
+            names.append(f"{name}/{seen[name]}")
+        asked = dict(zip(names, requests, strict=True))
         kept: dict[str, Answer] = {}
         if self._store is not None:  # what an interrupted run has stored
             arm = self._arm.name
@@ -341,14 +348,3 @@ def _last_tokens(context: list[int], own: list[int], most: int) -> Pair:
     if len(own) > most:
         raise InvalidInputError(f"a text of {len(own)} tokens is to be scored at once; max_length is {most}")
     return context[-(most + 1 - len(own)) :], own
-
-
-def _names(requests: Sequence[Instance]) -> list[str]:
-    """A name for each request from its task, document and prompt, and numbers repeats of one request."""
-    seen: dict[str, int] = {}
-    names = []
-    for request in requests:
-        name = f"{request.task_name}/{request.doc_id}/{request.idx}/{digest(request.args)[:16]}"
-        seen[name] = seen.get(name, 0) + 1
-        names.append(f"{name}/{seen[name]}")
-    return names

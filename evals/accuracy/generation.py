@@ -76,7 +76,12 @@ class Generation:
         if unknown:
             listed = sorted((known - {"max_new_tokens"}) | _LENGTHS | {"until", "seed"})
             raise InvalidInputError(f"generation arguments not supported: {unknown}; known are {listed}")
-        _check_length(length, model.config.max_model_len)
+        if length >= model.config.max_model_len:  # lm-eval would cut the whole prompt off
+            raise InvalidInputError(
+                f"the task generates up to {length:,} tokens, which leaves no room for a prompt in max_model_len="
+                f"{model.config.max_model_len:,}; raise max_model_len (--max-model-len) to {length:,} and a prompt's "
+                "length"
+            )
         # No sampling at temperature 0, as in transformers; greedy decoding has no temperature.
         if not asked["do_sample"]:
             asked.pop("temperature", None)
@@ -146,11 +151,3 @@ class Thinking:
             tokenizer.decode(list(turn.token_ids[places[-1] + 1 :]), skip_special_tokens=True) if places else turn.text
         )
         return str(text).lstrip()
-
-
-def _check_length(length: int, longest: int) -> None:
-    if length >= longest:  # lm-eval would cut the whole prompt off
-        raise InvalidInputError(
-            f"the task generates up to {length:,} tokens, which leaves no room for a prompt in max_model_len="
-            f"{longest:,}; raise max_model_len (--max-model-len) to {length:,} and a prompt's length"
-        )

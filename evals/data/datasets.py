@@ -224,7 +224,10 @@ def _questions(rows: Iterable[tuple[str, Record]], name: str, task: Labels) -> t
     seen: dict[str, str] = {}
     questions: list[Question] = []
     for where, record in rows:
-        question = _question(record, where, str(len(questions)), name, task)
+        identity = next((record[key] for key in _ID_KEYS if record.get(key) is not None), str(len(questions)))
+        category = str(record.get("category") or name)
+        turns, history = _conversation(record, where)
+        question = Question(str(identity), turns, history, category, task(category))
         if question.id in seen:
             raise DataError(f"{where}: the question id {question.id!r} is already used at {seen[question.id]}")
         seen[question.id] = where
@@ -232,13 +235,6 @@ def _questions(rows: Iterable[tuple[str, Record]], name: str, task: Labels) -> t
     if not questions:
         raise DataError(f"data set {name!r} has no questions")
     return tuple(questions)
-
-
-def _question(record: Record, where: str, number: str, name: str, task: Labels) -> Question:
-    identity = next((record[key] for key in _ID_KEYS if record.get(key) is not None), number)
-    category = str(record.get("category") or name)
-    turns, history = _conversation(record, where)
-    return Question(str(identity), turns, history, category, task(category))
 
 
 def _conversation(record: Record, where: str) -> Chat:

@@ -172,7 +172,13 @@ def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int, temperatures: Seq
     """Places at the first temperature at which they are telling enough, else at the one where they are most telling."""
     found = []
     for temperature in temperatures:
-        found.append(_choose(texts, trial, replace(trial.sampling, temperature=temperature), wanted))
+        sampling = replace(trial.sampling, temperature=temperature)
+        places = [place for text in texts for place in _places(text, sampling, trial.aims)]
+        places.sort(key=lambda place: -place.telling)
+        best = {place.question_id: place for place in reversed(places)}
+        # of each question its best place first
+        places.sort(key=lambda place: place is not best[place.question_id])
+        found.append([Spot(trial.name, sampling, place) for place in places[:wanted]])
         if _is_content(found[-1], wanted):
             return found[-1]
     return max(found, key=lambda spots: sum(min(spot.place.telling, ENOUGH) for spot in spots))
@@ -188,15 +194,6 @@ def _read(answer: Answer, scores: Replay, questions: Sequence[Question]) -> list
         best = logits.double().topk(min(_CANDIDATES, logits.shape[-1]))
         texts.append(_Text(question.id, tuple(prompt), tuple(new), best.values, best.indices))
     return texts
-
-
-def _choose(texts: Sequence[_Text], trial: Trial, sampling: Sampling, wanted: int) -> list[Spot]:
-    places = [place for text in texts for place in _places(text, sampling, trial.aims)]
-    places.sort(key=lambda place: -place.telling)
-    best = {place.question_id: place for place in reversed(places)}
-    # of each question its best place first
-    places.sort(key=lambda place: place is not best[place.question_id])
-    return [Spot(trial.name, sampling, place) for place in places[:wanted]]
 
 
 def _places(text: _Text, sampling: Sampling, aims: Sequence[str]) -> list[Place]:
