@@ -237,7 +237,10 @@ class StagingArena:
         """Index of the buffer of `hosts(bucket)` to write in place now, once its last copy is done; `end` sends it."""
         slot = self.generation % _RING
         if self._on_cuda:
-            _wait(self._events[slot])
+            # Make sure an event has passed; in a running round it has, and only asking is no synchronisation.
+            event = self._events[slot]
+            if not event.query():
+                event.synchronize()
         return slot
 
     def end(self, bucket: Bucket) -> Staged:
@@ -309,9 +312,3 @@ def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarra
         raise InvalidInputError(f"field {name}: array {shape} does not fit the bucket's {host.shape}")
     window = tuple(slice(0, n) for n in shape)
     return host[window], remote[window]
-
-
-def _wait(event: torch.cuda.Event) -> None:
-    """Make sure an event has passed; in a running round it has, and only asking is no synchronisation."""
-    if not event.query():
-        event.synchronize()

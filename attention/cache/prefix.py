@@ -151,7 +151,14 @@ class PrefixCache:
             taken.append(entry)
             node = child
         num_pages = len(taken) + self._read_again(node, keys[len(taken) :], with_head)
-        most = self._most_seen(taken)
+        # The most of these pages after which the next token finds, in every group, all that it sees.
+        most = len(taken)
+        while most:
+            seen = self._windowed_pages(taken[:most])
+            lacking = [most - len(pages) + i for pages in seen for i, page in enumerate(pages) if not page]
+            if not lacking:
+                break
+            most = max(lacking)
         if most < len(taken):
             num_pages, taken = most, taken[:most]
         heads = tuple(entry.head for entry in taken) if with_head else ()
@@ -278,17 +285,6 @@ class PrefixCache:
     def _add(self, node: _Node, key: bytes) -> _Node:
         child = node.children[key] = _Node(node, key, len(self._reaches))
         return child
-
-    def _most_seen(self, taken: Sequence[_Entry]) -> int:
-        """The most of these pages after which the next token finds, in every group, all that it sees."""
-        most = len(taken)
-        while most:
-            seen = self._windowed_pages(taken[:most])
-            lacking = [most - len(pages) + i for pages in seen for i, page in enumerate(pages) if not page]
-            if not lacking:
-                break
-            most = max(lacking)
-        return most
 
     def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[Pages, ...]:
         """For each group the pages that the token after these sees."""

@@ -111,15 +111,6 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, acc / l[:, None], mask=in_out)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """Keys of a tile, stages and warps for heads of this width.
-
-    >>> _tile(64), _tile(256), _tile(512)
-    ((128, 3, 4), (64, 2, 4), (32, 2, 8))
-    """
-    return next(tile for most, tile in _TILES.items() if width <= most)
-
-
 def launch_invariant_attention(
     query: Tensor, layer: LayerKV, key: AttentionSpec, max_query_len: int, batch: CommonAttentionMetadata,
     sinks: Tensor | None, out: Tensor,
@@ -134,7 +125,8 @@ def launch_invariant_attention(
     if CHECKS.on:
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(max(width_k, width_v) <= 512, "a head is too wide")
-    tile_keys, stages, warps = _tile(max(width_k, width_v))
+    # Keys of a tile, stages and warps for heads of this width.
+    tile_keys, stages, warps = next(tile for most, tile in _TILES.items() if max(width_k, width_v) <= most)
     tiles = triton.cdiv(max_query_len * key.group_size, _TILE_QUERIES)
     _invariant_attention_kernel[(len(batch.last_page_len) * key.num_kv_heads, tiles)](
         query, pages, values, query if sinks is None else sinks, out, batch.query_start_loc, batch.page_indices,

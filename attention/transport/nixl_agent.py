@@ -80,7 +80,9 @@ class NixlTransport:
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._late: list[NixlRead] = []
         self.lock = threading.RLock()
-        self.errors = _errors(self._api)
+        # All exceptions of NIXL's bindings module, because they have no common base class.
+        bindings = sys.modules[self._api.nixl_agent.__module__].nixlBind
+        self.errors = tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
 
     def start(self, engine: str, bounds: Bounds, device: str) -> JsonObject:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
@@ -242,9 +244,3 @@ class NixlRead:
             handle.release()
             return True
         return False
-
-
-def _errors(api: Any) -> _Errors:
-    """All exceptions of NIXL's bindings module, because they have no common base class."""
-    bindings = sys.modules[api.nixl_agent.__module__].nixlBind
-    return tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))

@@ -172,7 +172,12 @@ class SocketRead:
             "blocks": dict(plan.remote_blocks),
         }
         peer.sendall(json.dumps(question).encode() + b"\n")
-        answer = json.loads(_line(peer, deadline))
+        found = bytearray()
+        while not found.endswith(b"\n"):
+            found += _exactly(peer, 1, deadline)
+            if len(found) > _LONGEST_LINE:
+                raise ConnectionResetError("the answer has no end")
+        answer = json.loads(bytes(found))
         if "error" in answer:
             raise TransferError(f"engine {plan.source.engine}: {answer['error']}")
         for segment in segments:
@@ -207,12 +212,3 @@ def _exactly(peer: socket.socket, count: int, deadline: float) -> bytearray:
             raise ConnectionResetError(f"the connection ended after {done} of {count} bytes")
         done += more
     return found
-
-
-def _line(peer: socket.socket, deadline: float) -> bytes:
-    found = bytearray()
-    while not found.endswith(b"\n"):
-        found += _exactly(peer, 1, deadline)
-        if len(found) > _LONGEST_LINE:
-            raise ConnectionResetError("the answer has no end")
-    return bytes(found)

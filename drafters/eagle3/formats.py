@@ -207,7 +207,11 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
             )
         layers = next(iter(listed.values()), None) or default_aux_layers(num_layers)
         source = "config " + ", ".join(listed) if listed else "default 2, N//2, N-3"
-    _check_aux_layers(config, layers, num_layers)
+    if max(layers) > num_layers:
+        raise HeadMismatchError(f"the head reads aux layers {layers}, this target has {num_layers} layers")
+    count = lookup(config, "num_aux_hidden_states")
+    if count not in (None, len(layers)):
+        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {layers}")
     return ResolvedField("aux_layers", layers, source)
 
 
@@ -234,11 +238,3 @@ def _listed_layers(config: Config, num_layers: int, model_type: str) -> dict[str
             tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
         )
     return listed
-
-
-def _check_aux_layers(config: Config, layers: Layers, num_layers: int) -> None:
-    if max(layers) > num_layers:
-        raise HeadMismatchError(f"the head reads aux layers {layers}, this target has {num_layers} layers")
-    count = lookup(config, "num_aux_hidden_states")
-    if count not in (None, len(layers)):
-        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {layers}")

@@ -175,24 +175,20 @@ def stack_experts(weights: StateDict) -> StateDict:
         else:
             singles.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
     for prefix, parts in singles.items():
-        out |= _stacked(prefix, parts)
+        experts = range(max(j for j, _ in parts) + 1)
+        gated = any(kind == "gate" for _, kind in parts)
+        kinds = ("gate", "up", "down") if gated else ("up", "down")
+        missing = [f"{prefix}.{j}.{kind}_proj" for j in experts for kind in kinds if (j, kind) not in parts]
+        if missing:
+            raise HeadLoadError(f"missing: {', '.join(missing[:6])}")
+        if len({(kind, tensor.shape) for (_, kind), tensor in parts.items()}) != len(kinds):
+            raise HeadLoadError(f"the experts of {prefix} have matrices of different shapes")
+        ups = [torch.cat([parts[j, "gate"], parts[j, "up"]]) if gated else parts[j, "up"] for j in experts]
+        out |= {
+            f"{prefix}.{'gate_up_proj' if gated else 'up_proj'}": torch.stack(ups),
+            f"{prefix}.down_proj": torch.stack([parts[j, "down"] for j in experts]),
+        }
     return out
-
-
-def _stacked(prefix: str, parts: Mapping[tuple[int, str], Tensor]) -> StateDict:
-    experts = range(max(j for j, _ in parts) + 1)
-    gated = any(kind == "gate" for _, kind in parts)
-    kinds = ("gate", "up", "down") if gated else ("up", "down")
-    missing = [f"{prefix}.{j}.{kind}_proj" for j in experts for kind in kinds if (j, kind) not in parts]
-    if missing:
-        raise HeadLoadError(f"missing: {', '.join(missing[:6])}")
-    if len({(kind, tensor.shape) for (_, kind), tensor in parts.items()}) != len(kinds):
-        raise HeadLoadError(f"the experts of {prefix} have matrices of different shapes")
-    ups = [torch.cat([parts[j, "gate"], parts[j, "up"]]) if gated else parts[j, "up"] for j in experts]
-    return {
-        f"{prefix}.{'gate_up_proj' if gated else 'up_proj'}": torch.stack(ups),
-        f"{prefix}.down_proj": torch.stack([parts[j, "down"] for j in experts]),
-    }
 
 
 def unstack_experts(weights: StateDict) -> StateDict:

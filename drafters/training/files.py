@@ -54,7 +54,13 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
         _remove(partial, old)
         partial.mkdir(parents=True)
         yield partial
-        files = _synced_files(partial)
+        # All files below a folder, once the disk has them.
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        for file in files:
+            with file.open("rb+") as opened:  # "+": Windows syncs only files open for writing
+                sync(opened.fileno())
+        for inner in {file.parent for file in files}:
+            _sync_folder(inner)
         if manifest:
             listed = {file.relative_to(partial).as_posix(): _entry(file) for file in files}
             write_file(partial / MANIFEST, (json.dumps(listed, indent=2) + "\n").encode())
@@ -94,17 +100,6 @@ def damage(folder: Path) -> str | None:
 def sync(descriptor: int) -> None:
     """Wait until the disk has all data written to an open file."""
     os.fsync(descriptor)
-
-
-def _synced_files(folder: Path) -> list[Path]:
-    """All files below a folder, once the disk has them."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for file in files:
-        with file.open("rb+") as opened:  # "+": Windows syncs only files open for writing
-            sync(opened.fileno())
-    for inner in {file.parent for file in files}:
-        _sync_folder(inner)
-    return files
 
 
 def _entry(file: Path) -> dict[str, int | str]:
