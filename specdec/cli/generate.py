@@ -76,7 +76,14 @@ def generate(
     else:
         done = _print_batch(model, prompts, params) if len(prompts) > 1 else _print_one(model, prompts[0], params)
     if stats:
-        _print_stats(model, done)
+        from rich.console import Console
+
+        from specdec.cli.tables import route_rows, stats_table
+
+        table = stats_table(done)
+        for name, value in route_rows(model.describe()):
+            table.add_row(name, value)
+        Console(stderr=True).print(table)
 
 
 class PromptLine(NamedTuple):
@@ -165,14 +172,3 @@ def _print_batch(model: SpeculativeModel, prompts: list[Any], params: SamplingPa
             click.secho(f"[{len(done)}/{len(prompts)}]", bold=True)
             click.echo(done[-1].text)
     return done
-
-
-def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None:
-    from rich.console import Console
-
-    from specdec.cli.tables import route_rows, stats_table
-
-    table = stats_table(completions)
-    for name, value in route_rows(model.describe()):
-        table.add_row(name, value)
-    Console(stderr=True).print(table)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from drafters.mtp.convention import Concat, Feedback
     from drafters.training.trainer import Speedup
     from specdec.extensions.training.run import TrainingPlan
-    from specdec.extensions.training.run_folder import Questions, Setting
+    from specdec.extensions.training.run_folder import Questions
 
 
 _MODEL_HELP = "Target: built-in name, folder or hub name."
@@ -214,7 +214,21 @@ def _train(options: Options, plan: TrainingPlan, questions: Sequence[Questions],
     output = options["output"]
     plan.check_questions(questions)
     with locked(output):
-        plan.claim(output, _data_settings(options, questions), overwrite=options["overwrite"])
+        # What the answers come from; a question's key covers prompts, target and the longest answer.
+        from specdec.extensions.training.run_folder import Setting
+
+        counted = [
+            f"{path}, {len(each.prompts)} questions" for path, each in zip(options["data"], questions, strict=True)
+        ]
+        plan.claim(
+            output,
+            {
+                "data": Setting([each.digest for each in questions], "; ".join(counted)),
+                "max_new_tokens": Setting(options["max_new_tokens"]),
+                "max_length": Setting(options["max_length"]),
+            },
+            overwrite=options["overwrite"],
+        )
         speedup = None if (output / "head").exists() else _timed(plan, questions, console)
         answers = [answer_prepared(plan.model, each, output, console) for each in questions]
         plan.model.close()  # its KV cache, most of a GPU, is memory to train in
@@ -233,18 +247,6 @@ def _timed(plan: TrainingPlan, questions: Sequence[Questions], console: Console)
         return None
     console.print(str(rounds), highlight=False, soft_wrap=True)
     return rounds.speedup
-
-
-def _data_settings(options: Options, questions: Sequence[Questions]) -> dict[str, Setting]:
-    """What the answers come from; a question's key covers prompts, target and the longest answer."""
-    from specdec.extensions.training.run_folder import Setting
-
-    counted = [f"{path}, {len(each.prompts)} questions" for path, each in zip(options["data"], questions, strict=True)]
-    return {
-        "data": Setting([each.digest for each in questions], "; ".join(counted)),
-        "max_new_tokens": Setting(options["max_new_tokens"]),
-        "max_length": Setting(options["max_length"]),
-    }
 
 
 def _kept(output: Path) -> str:

@@ -79,7 +79,11 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Compi
 
 def cut(graph: Graph) -> tuple[_Region, ...] | None:
     """The regions of a graph in order; None where it is to be compiled as it is."""
-    attentions = _attentions()
+    # The operators at which a graph is cut: attention, and recurrences' operators if registered.
+    there = (name for name in ("attend", *MIXING_OPERATORS) if hasattr(torch.ops.specdec, name))
+    attentions = tuple(
+        op for name in there for op in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)
+    )
     parts = list[list[Node]]([[]])
     for node in graph.nodes:
         if node.target in attentions:
@@ -91,18 +95,6 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
     regions = tuple(_region(nodes) for nodes in parts if nodes)
     values = [value_of(node) for region in regions for node in region.inputs + region.outputs]
     return regions if all(isinstance(value, (Tensor, *_SIZES)) for value in values) else None
-
-
-def _attentions() -> tuple[Any, ...]:
-    """The operators at which a graph is cut: attention, and recurrences' operators if registered.
-
-    They are looked up for each graph anew, so none is missed: an operator is registered by the file that calls it
-    (`attention.recurrence.hf_calls`), which the probe imports before a target with recurrent layers is compiled.
-    """
-    there = (name for name in ("attend", *MIXING_OPERATORS) if hasattr(torch.ops.specdec, name))
-    return tuple(
-        op for name in there for op in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)
-    )
 
 
 def _region(nodes: list[Node]) -> _Region:

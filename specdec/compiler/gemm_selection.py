@@ -149,7 +149,14 @@ class GpuTimer:
         for _ in range(rounds):
             for launch, own, runs in zip(launches, spans, works, strict=True):
                 if runs:
-                    own.append(self._span(launch, calls))
+                    start = torch.cuda.Event(enable_timing=True)
+                    end = torch.cuda.Event(enable_timing=True)
+                    self._long.sum()  # the long read of the class's docstring; its result is not used
+                    start.record()
+                    for weight in islice(self._weights, calls):
+                        launch(self._x, weight)
+                    end.record()
+                    own.append((start, end))
         torch.cuda.synchronize(self._x.device)
         each = [[1e3 * start.elapsed_time(end) / calls for start, end in own] for own in spans]
         return [min(own, default=float("inf")) for own in each]
@@ -162,16 +169,6 @@ class GpuTimer:
         except Exception:  # cuBLASLtError, an Exception: an algorithm that the library listed and refuses
             return False
         return True
-
-    def _span(self, launch: Launch, calls: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        self._long.sum()  # the long read of the class's docstring; its result is not used
-        start.record()
-        for weight in islice(self._weights, calls):
-            launch(self._x, weight)
-        end.record()
-        return start, end
 
 
 MOST_SECONDS = 4.0

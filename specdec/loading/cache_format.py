@@ -147,7 +147,16 @@ def chosen_scales(
         return given, "given"
     pairs = [(stored.scales["k", layer], stored.scales["v", layer]) for layer in layers]
     if given is not None:
-        _check_same(given, pairs, layers, what, stored)
+        if len(given) != len(pairs):
+            raise InvalidInputError(
+                f"{what}: kv_cache_scales of {len(given)} layers were given; the model has {len(pairs)}"
+            )
+        for layer, ours, theirs in zip(layers, given, pairs, strict=True):
+            if not all(isclose(a, b, rel_tol=_SAME) for a, b in zip(ours, theirs, strict=True)):
+                raise InvalidInputError(
+                    f"{what}: kv_cache_scales says {ours[0]:g}:{ours[1]:g} for layer {layer}, and the checkpoint has "
+                    f"{theirs[0]:g}:{theirs[1]:g} ({stored.source}); leave kv_cache_scales out"
+                )
     return pairs, f"calibrated, from the checkpoint ({stored.source})"
 
 
@@ -173,21 +182,6 @@ def _check_whole(stored: StoredScales, layers: Sequence[int], what: str, given: 
             f"{what}: the checkpoint has scales of its KV cache for some layers only: layers {short(lacking)} of "
             f"{len(layers)} lack k_scale or v_scale; download it again, or give kv_cache_dtype='auto'"
         )
-
-
-def _check_same(
-    given: Sequence[Pair], pairs: Sequence[Pair], layers: Sequence[int], what: str, stored: StoredScales
-) -> None:
-    if len(given) != len(pairs):
-        raise InvalidInputError(
-            f"{what}: kv_cache_scales of {len(given)} layers were given; the model has {len(pairs)}"
-        )
-    for layer, ours, theirs in zip(layers, given, pairs, strict=True):
-        if not all(isclose(a, b, rel_tol=_SAME) for a, b in zip(ours, theirs, strict=True)):
-            raise InvalidInputError(
-                f"{what}: kv_cache_scales says {ours[0]:g}:{ours[1]:g} for layer {layer}, and the checkpoint has "
-                f"{theirs[0]:g}:{theirs[1]:g} ({stored.source}); leave kv_cache_scales out"
-            )
 
 
 def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:

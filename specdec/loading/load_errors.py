@@ -167,20 +167,12 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
             return reason.format(checkpoint.revision)
     if checkpoint.local_files_only:
         return f"it is no folder, and the Hugging Face hub gave nothing: {NO_ANSWER}"
-    said = _plain(error)
+    # The error's message on one line, without sentences that recommend an option this library lacks.
+    sentences = [s for s in re.split(r"(?<=[.!?])\s+|\n+", str(error).strip()) if s]
+    kept = [s for s in sentences if not _FOREIGN_OPTION.search(s)] or [s for s in sentences if not _ADVICE.search(s)]
+    text = " ".join(kept) or f"{type(error).__name__}, without a reason"
+    said = text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
     for kinds, reason in _REASONS.items():
         if isinstance(error, kinds):
             return reason.format(said, type(error).__name__)
     return said if checkpoint.gguf_file is None else f"{said.rstrip('.')}; {_GGUF}"
-
-
-def _plain(error: BaseException) -> str:
-    """The error's message on one line, without sentences that recommend an option this library lacks.
-
-    If none would be left, the sentences describe the fault ("`tie_word_embeddings=True` is not supported …") and stay,
-    except those that name such an option.
-    """
-    sentences = [s for s in re.split(r"(?<=[.!?])\s+|\n+", str(error).strip()) if s]
-    kept = [s for s in sentences if not _FOREIGN_OPTION.search(s)] or [s for s in sentences if not _ADVICE.search(s)]
-    text = " ".join(kept) or f"{type(error).__name__}, without a reason"
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"

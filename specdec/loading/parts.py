@@ -94,7 +94,12 @@ def load_parts(
     backend = make_backend(options.backend, model.device)
     if model.device.type == "cpu" and (busy := busy_cores(torch.get_num_threads())):
         warn_user(busy)
-    probed = _probe(model, backend, options)
+    # The layers of the model; the kernels they need start to be built.
+    log.info("reading the model's layers")
+    probed = probe_target(model)
+    check_backend_fits(probed, backend)
+    keys = [call.attention_spec for call in probed.calls]
+    begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
     group.check_target(probed)
     name_what_is_left_out(probed)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
@@ -148,16 +153,6 @@ def _open(
             loading_thread()
 
     return open_target(target, options, begin, group)
-
-
-def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptions) -> TargetProbe:
-    """The layers of the model; the kernels they need start to be built."""
-    log.info("reading the model's layers")
-    probed = probe_target(model)
-    check_backend_fits(probed, backend)
-    keys = [call.attention_spec for call in probed.calls]
-    begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
-    return probed
 
 
 def _extras(probed: TargetProbe, rows: Rows, options: LoadOptions, lookup: bool, greedy: bool) -> Iterator[RoundExtra]:

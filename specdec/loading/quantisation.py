@@ -366,7 +366,14 @@ def load_quanto(
     model.name_or_path = str(folder.path)
     if (folder.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder.path)
-    return model.requires_grad_(False), _differences(model, tensors)
+    # The differences in the format of transformers' loading information; tied weights are stored once.
+    expected = model.state_dict()
+    shapes = ((name, tensors[name].shape, expected[name].shape) for name in expected.keys() & tensors.keys())
+    return model.requires_grad_(False), {
+        "missing_keys": expected.keys() - tensors.keys() - model.all_tied_weights_keys.keys(),
+        "unexpected_keys": tensors.keys() - expected.keys(),
+        "mismatched_keys": [(name, stored, wanted) for name, stored, wanted in shapes if stored != wanted],
+    }
 
 
 def _stored_dtype(config: PreTrainedConfig, tensors: StateDict) -> torch.dtype:
@@ -401,14 +408,3 @@ def _scaled_in(kind: torch.dtype, tensors: StateDict) -> StateDict:
                     "give dtype='bfloat16' or dtype='float32'"
                 )
     return cast
-
-
-def _differences(model: PreTrainedModel, tensors: StateDict) -> Json:
-    """The differences in the format of transformers' loading information; tied weights are stored once."""
-    expected = model.state_dict()
-    shapes = ((name, tensors[name].shape, expected[name].shape) for name in expected.keys() & tensors.keys())
-    return {
-        "missing_keys": expected.keys() - tensors.keys() - model.all_tied_weights_keys.keys(),
-        "unexpected_keys": tensors.keys() - expected.keys(),
-        "mismatched_keys": [(name, stored, wanted) for name, stored, wanted in shapes if stored != wanted],
-    }

@@ -58,7 +58,10 @@ def _marks(module: torch.nn.Module, whole: bool = True) -> list[_Mark]:
     parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
     found: list[_Mark] = []
     for name, tensor in sorted(parts, key=lambda part: part[0]):
-        bits = _bits(tensor)
+        # All elements in a row [n], as integers of the same size (complex numbers as pairs).
+        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        flat = plain.detach().reshape(-1).contiguous()
+        bits = flat.view(_INTEGERS[flat.element_size()])
         total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK)) if whole else 0
         # float64: float32 has no exact places beyond 2**24.
         places = torch.linspace(0, max(len(bits) - 1, 0), min(_SAMPLES, len(bits)), dtype=torch.float64).long()
@@ -107,10 +110,3 @@ def fingerprint_of_target(engine: Any) -> tuple[str, list[str]]:
 def _wrapped(number: int) -> int:
     """As int64, modulo 2^64."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """All elements in a row [n], as integers of the same size (complex numbers as pairs)."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = plain.detach().reshape(-1).contiguous()
-    return flat.view(_INTEGERS[flat.element_size()])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from drafters.base import ChainHead, Head, OtherReading
+from drafters.base import ChainHead, OtherReading
 from drafters.checkpoints.config_fields import Reported
 from drafters.families import FAMILIES
 from drafters.unroll import Gain
@@ -150,7 +150,10 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     best = tried[0] if tried and tried[0].is_better else None
     verdict, cause = _judged(rounds if own is None else own.stats, best, head_can_vary=own is not None)
     if best is not None:
-        cause += _origin(head, best.reading)
+        # Where the value came from that another reading changes: " (aux_layers: default 2, N//2, N-3)".
+        report = head.checkpoint_report if isinstance(head, Reported) else None
+        sources = {} if report is None else {field.name: field.source for field in report.fields}
+        cause += f" ({best.reading.field}: {sources[best.reading.field]})" if best.reading.field in sources else ""
     elif (
         own is not None
         and isinstance(head, ChainHead)
@@ -159,13 +162,6 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     ):
         cause = found.cause
     return Agreement(len(done), tokens, rounds, None if own is None else own.stats, tried, best, verdict, cause)
-
-
-def _origin(head: Head, reading: OtherReading) -> str:
-    """Where the value came from that another reading changes: " (aux_layers: default 2, N//2, N-3)"."""
-    report = head.checkpoint_report if isinstance(head, Reported) else None
-    sources = {} if report is None else {field.name: field.source for field in report.fields}
-    return f" ({reading.field}: {sources[reading.field]})" if reading.field in sources else ""
 
 
 def _check_lengths(passages: Sequence[Passage]) -> None:

@@ -70,7 +70,18 @@ def claim(folder: Path, settings: Mapping[str, Setting], leftovers: list[Path]) 
     """
     path = folder / _RECORD
     if path.exists():
-        _check_same(folder, _read(path), settings)
+        old = _read(path)
+        nothing = Setting(None)
+        pairs = {key: (old.get(key, nothing), settings.get(key, nothing)) for key in {**old, **settings}}
+        changed = [
+            f"  {key}: {a} -> {b}" for key, (a, b) in pairs.items() if json.dumps(a.value) != json.dumps(b.value)
+        ]
+        if changed:
+            raise InvalidInputError(
+                f"{folder} holds a run made from something else (there -> asked for):\n" + "\n".join(changed) + "\n"
+                "Give another --output, or the settings of that run to go on with it, or --overwrite to start anew "
+                "there."
+            )
         return
     if leftovers:
         listed = ", ".join(p.name for p in leftovers)
@@ -104,17 +115,6 @@ def _read(path: Path) -> dict[str, Setting]:
             "--overwrite to start anew there"
         )
     return found
-
-
-def _check_same(folder: Path, old: Mapping[str, Setting], settings: Mapping[str, Setting]) -> None:
-    nothing = Setting(None)
-    pairs = {key: (old.get(key, nothing), settings.get(key, nothing)) for key in {**old, **settings}}
-    changed = [f"  {key}: {a} -> {b}" for key, (a, b) in pairs.items() if json.dumps(a.value) != json.dumps(b.value)]
-    if changed:
-        raise InvalidInputError(
-            f"{folder} holds a run made from something else (there -> asked for):\n" + "\n".join(changed) + "\n"
-            "Give another --output, or the settings of that run to go on with it, or --overwrite to start anew there."
-        )
 
 
 class AnswerStore(KeptLines):
