@@ -197,7 +197,11 @@ class FlexBuilder:
         host = metadata.host
         host.validate_pages(group.num_pages)
         tile = tile_size(int(host.query_lens.max(initial=1)) * key.group_size)
-        sent = self._sent(QueryTiles.of(host, key.group_size, tile, key.window).arrays(host, group.num_pages))
+        # The arrays on the device, in one copy.
+        arrays = QueryTiles.of(host, key.group_size, tile, key.window).arrays(host, group.num_pages)
+        flat = on_device(np.concatenate([array.reshape(-1) for array in arrays]), self._device)
+        views = flat.split([array.size for array in arrays])
+        sent = [view.view(array.shape) for view, array in zip(views, arrays, strict=True)]
         partly, pages, whole, whole_pages, owned, logical, row_start, position, token, head, place = sent
         logical_page = logical.new_full((max(2, host.num_reqs) * group.num_pages,), -1)
         logical_page[owned] = logical
@@ -217,12 +221,6 @@ class FlexBuilder:
         heads = torch.arange(self._folded, dtype=torch.int32, device=pages.device)
         blocks = pages[None] * self._folded + heads[:, None, None]
         return counts.expand(1, self._folded, -1).contiguous(), blocks[None]
-
-    def _sent(self, arrays: list[ndarray]) -> list[Tensor]:
-        """The arrays on the device, in one copy."""
-        flat = on_device(np.concatenate([array.reshape(-1) for array in arrays]), self._device)
-        views = flat.split([array.size for array in arrays])
-        return [view.view(array.shape) for view, array in zip(views, arrays, strict=True)]
 
 
 class FlexBackend:

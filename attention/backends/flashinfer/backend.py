@@ -151,11 +151,8 @@ class FlashInferBuilder:
         query_len = part.query_len
         if query_len is not None and self._packs(query_len):
             return self._packed(len(part.seq_lens), query_len, host)
-        return self._rings[self._route(part)].next()
-
-    def _route(self, part: Part) -> Route:
         is_long = part.stop - part.start >= FA3_QUERY * len(part.seq_lens)
-        return "fa3" if is_long and "fa3" in self._rings else "fa2"
+        return self._rings["fa3" if is_long and "fa3" in self._rings else "fa2"].next()
 
 
 class BothWaysBuilder:
