@@ -154,17 +154,14 @@ class DummyRows:
         rotary = _rotary_positions(target, batch, [len(self.ids[row]) for row in rows])
         metadata = replace(metadata, other_groups=(metadata,) * further, extras=metadata.extras + rotary)
         planned = target.runner.plan(metadata)  # the same pages in each group
-        return target.forward(self._given(piece), planned, logits_indices, model, keep_aux).logits.float()
-
-    def _given(self, piece: ReadPiece) -> Tensor:
-        """The ids of a piece's tokens [T], wrong drafts after the right ones."""
+        # The ids of a piece's tokens [T], wrong drafts after the right ones.
         vocab = self.target.num_embeddings
         right = piece.right_tokens(self.ids)
         given = []
         for row, own in zip(piece.rows, right, strict=True):
             wrong = self.ids[row][piece.start[row] + len(own) : piece.stop[row]]
             given += [own, (wrong + 1) % vocab]
-        return torch.cat(given)
+        return target.forward(torch.cat(given), planned, logits_indices, model, keep_aux).logits.float()
 
 
 def fewest_pages(target: Target) -> int:

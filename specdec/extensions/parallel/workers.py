@@ -30,7 +30,7 @@ import torch.distributed as dist
 from attention.threads import start_thread
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.extensions.parallel.collectives import Collectives, leave_group
-from specdec.extensions.parallel.messages import Close, Failed, Key, RankChannel, Reply
+from specdec.extensions.parallel.messages import Close, Key, RankChannel, Reply
 from specdec.extensions.parallel.processes import Process, start
 
 _GRACE = 2.0
@@ -244,7 +244,14 @@ class Workers:
         """Note the messages of one process until it ends. Runs on a thread."""
         with suppress(EOFError, OSError):
             while True:
-                self._note(process, process.connection.recv())
+                message = process.connection.recv()
+                with self.changed:
+                    if isinstance(message, Reply):
+                        process.answers[message.key] = message
+                    else:
+                        process.failed = message
+                        start_thread(self.end_waiting, process, self.load)
+                    self.changed.notify_all()
         code = process.process.wait()
         with self.changed:
             if not self._closing:
@@ -252,15 +259,6 @@ class Workers:
             self.changed.notify_all()
         if process.lost is not None and self.collectives is not None:
             self.collectives.abort()  # calls that wait for the lost process fail
-
-    def _note(self, process: Process, message: Reply | Failed) -> None:
-        with self.changed:
-            if isinstance(message, Reply):
-                process.answers[message.key] = message
-            else:
-                process.failed = message
-                start_thread(self.end_waiting, process, self.load)
-            self.changed.notify_all()
 
     def end_waiting(self, process: Process, load: object) -> None:
         """End a process whose load failed if rank 0 is, after a while, still in that load (see `load`) and waits."""

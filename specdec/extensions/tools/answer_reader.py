@@ -103,18 +103,15 @@ class AnswerParser:
             if found.partial:
                 return False
             self._at = found.end()
-            self._begin(opening, found)
+            if opening.kind == "call":
+                groups = found.groupdict()
+                self._begin_call(groups["name"] or self._name, groups.get("id") or "")
+            if opening.kind != "skip":
+                self._begun = self._space + found.group()
+                self._enter(opening)
             return True
         self._say("content", self._at + 1)
         return True
-
-    def _begin(self, opening: Opening, found: Any) -> None:
-        if opening.kind == "call":
-            groups = found.groupdict()
-            self._begin_call(groups["name"] or self._name, groups.get("id") or "")
-        if opening.kind != "skip":
-            self._begun = self._space + found.group()
-            self._enter(opening)
 
     def _begin_call(self, name: str, call_id: str = "") -> None:
         self._parts.append(AnswerPart("call", name, self._num_calls, call_id))
