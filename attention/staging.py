@@ -146,8 +146,8 @@ class ArenaLayout:
 def layout_of(fields: Sequence[Field], bucket: Bucket) -> ArenaLayout:
     """Lay the fields out one after the other, 64-byte aligned."""
     sizes = dict(bucket)
-    offsets: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    offsets = {}
+    shapes = {}
     end = 0
     for field in fields:
         shapes[field.name] = tuple(sizes[d] for d in field.dims)

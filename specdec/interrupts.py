@@ -51,7 +51,7 @@ def interrupt_in(error: BaseException) -> BaseException | None:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An error, and those that it was made of, the nearest first."""
-    seen: list[BaseException] = []
+    seen = []
     link: BaseException | None = error
     # Causes may form a ring: an error may be raised from one that has it as its context.
     while link is not None and link not in seen:

@@ -137,7 +137,7 @@ class PrefixCache:
         with_head: whether it drafts, so that only pages that the head has read, too, are found. variant: the tree to
         search.
         """
-        taken: list[_Entry] = []
+        taken = []
         node, most = self._root(variant), self.num_shared(len(tokens), len(tokens), with_head)
         keys = self._keys(tokens)
         following = self._following(tokens, most) if with_head else []
@@ -259,7 +259,7 @@ class PrefixCache:
         Raises:
             InvariantError: a registered page has no entry, or a node is unreachable from the root or unused.
         """
-        reached: list[_Node] = []
+        reached = []
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             reached.append(stack.pop())

@@ -99,7 +99,7 @@ def attention_implementation(configs: tuple[Any, ...], name: str, others: Iterab
 
 def attention_configs(root: nn.Module) -> tuple[Any, ...]:
     """Every distinct config object that a submodule reads its attention implementation from."""
-    configs: dict[int, Any] = {}
+    configs = {}
     for module in root.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):

@@ -48,7 +48,7 @@ class Trainable(NamedTuple):
 
 def trainable_modules(root: nn.Module) -> tuple[Trainable, ...]:
     """The modules of a model whose classes look at their mode."""
-    found: list[Trainable] = []
+    found = []
     for module in root.modules():
         cls: Any = type(module)
         switches = _switches(cls)

@@ -215,7 +215,7 @@ def recorded_recurrences(root: nn.Module) -> Iterator[list[RecurrentCall]]:
     """
     calls: list[RecurrentCall] = []
     candidates = [m for m in root.modules() if modeling_files([m])]
-    running: list[nn.Module] = []
+    running = []
 
     def enter(module: nn.Module, args: Any) -> None:
         running.append(module)

@@ -109,7 +109,7 @@ class NixlTransport:
     def read(self, plan: ReadPlan) -> NixlRead:
         with self.lock:
             self._late = [read for read in self._late if not read.settled]
-            handles: list[Any] = []
+            handles = []
             failed: Exception | None = None
             # The three builtins: a malformed table of the peer (no "metadata", invalid base64, other types).
             errors: _Errors = (*self.errors, KeyError, ValueError, TypeError)

@@ -185,7 +185,7 @@ def bind(group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> Bou
         own_part: which part of each layer's heads this rank holds, in parts of equal size: with 2 heads a layer here,
             part 3 begins at head 6. Latents are whole on every rank.
     """
-    found: list[Bound] = []
+    found = []
     for number, layer in enumerate(layers):
         parts = {"latents": layer.keys} if layer.value_in_key else {"keys": layer.keys, "values": layer.values}
         for part, tensor in parts.items():
@@ -249,7 +249,7 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> Segments:
         HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
             a head is on no rank, or NHD pages have other heads on the other side.
     """
-    segments: list[CopyRange] = []
+    segments = []
     for place, region in enumerate(local.regions):
         for start, stop, source, there in _sources(local.rank, region, sources):
             _check_layout(region, there)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +91,7 @@ class AssistantHead(nn.Module):
             positions = positions.clamp_max(self._longest - 1)
         if self._missing > 0:  # no tokenizer makes these ids, but a prompt may have them
             token_ids = token_ids.clamp_max(self.draft_vocab_size - self._missing - 1)
-        selection: dict[str, Any] = {}
+        selection = {}
         if self._selects_rows:
             selection = {"logits_to_keep": 0 if rows is None else rows}
         output = self.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection)

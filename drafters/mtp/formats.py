@@ -111,7 +111,7 @@ def as_modules_are_named(weights: StateDict, model_type: str) -> StateDict:
         HeadLoadError: two tensors are the same parameter.
     """
     rules = [rule for rule in get_checkpoint_conversion_mapping(model_type) or () if type(rule) is WeightRenaming]
-    out: StateDict = {}
+    out = {}
     for name, tensor in weights.items():
         found = _BLOCK.fullmatch(name)
         new = name if found is None else found[1] + _renamed(found[2], rules)
@@ -167,7 +167,7 @@ def stack_experts(weights: StateDict) -> StateDict:
         HeadLoadError: an expert's matrix is missing or has another shape.
     """
     singles: dict[str, dict[tuple[int, str], Tensor]] = {}
-    out: StateDict = {}
+    out = {}
     for name, tensor in weights.items():
         match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
         if match is None:

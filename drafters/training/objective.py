@@ -42,7 +42,7 @@ def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
     """
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(len(lengths))
-    batches: list[np.ndarray] = []
+    batches = []
     for start in range(0, len(order), _MEGABATCH * batch_size):
         group = order[start : start + _MEGABATCH * batch_size]
         group = group[np.argsort(lengths[group] * rng.uniform(0.8, 1.2, len(group)), kind="stable")]

@@ -158,7 +158,7 @@ class EngineLM(TemplateLM):
             seen[name] = seen.get(name, 0) + 1
             names.append(f"{name}/{seen[name]}")
         asked = dict(zip(names, requests, strict=True))
-        kept: dict[str, Answer] = {}
+        kept = {}
         if self._store is not None:  # what an interrupted run has stored
             arm = self._arm.name
             kept = {name: self._store.answers[name, arm] for name in asked if self._store.finished(name, [arm])}
@@ -271,7 +271,7 @@ class EngineLM(TemplateLM):
         if cut := sum(len(a) < len(context) for (a, _), (_, context, _) in zip(pairs, requests, strict=True)):
             _LOG.warning("%d of %d contexts lost tokens on the left: max_length=%d", cut, len(pairs), self.max_length)
         order = sorted(range(len(pairs)), key=lambda i: pairs[i])  # prompts with the same beginning stand together
-        found: dict[int, tuple[float, bool]] = {}
+        found = {}
         for i, score in self._bar(self._scored(pairs, order), len(order), "loglikelihood", disable_tqdm):
             found[i] = score
             if requests[i][0] is not None:

@@ -16,7 +16,7 @@ from evals.acceptance.summary import Json
 from evals.data.datasets import digest, read_jsonl
 from evals.errors import DataError
 from evals.lossless.distribution import NodesAt
-from evals.lossless.evidence import DEFECTS, Evidence, Sampled, Sampling, measure
+from evals.lossless.evidence import DEFECTS, Sampled, Sampling, measure
 from evals.lossless.greedy import Replay, tolerance_of
 from evals.lossless.verdicts import ALPHA, POWER, named
 from evals.runs.conversations import Worker
@@ -41,8 +41,8 @@ def audit(worker: Worker, path: Path) -> Json:
     model = worker.models["main"]
     replay = Replay.of(model)
     dtype = model.hf_model.dtype
-    behind: list[Json] = []
-    evidence: list[Evidence] = []
+    behind = []
+    evidence = []
     greedy = 0
     for number, record in read_jsonl(path):
         place = f"{path.name}:{number}"

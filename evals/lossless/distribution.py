@@ -23,7 +23,6 @@ from evals.data.datasets import Question
 from evals.lossless.evidence import (
     DEFECTS,
     Defect,
-    Evidence,
     Node,
     Nodes,
     Sampled,
@@ -154,7 +153,7 @@ def search(
     Questions are read until every trial has good places at temperature 1, at most MOST_QUESTIONS. For trials without,
     the next of TEMPERATURES are tried on the same texts: acceptance must be right at every temperature.
     """
-    texts: list[_Text] = []
+    texts = []
     for start in range(0, min(len(questions), MOST_QUESTIONS), _CHUNK):
         texts += _read(answer, scores, questions[start : start + _CHUNK])
         temperatures = TEMPERATURES if start else TEMPERATURES[:1]
@@ -292,7 +291,7 @@ def against(
     arm: Configuration, baseline: Sequence[Sampled], drawn: Sequence[Sampled], nodes: Sequence[Nodes]
 ) -> ConfigurationFit:
     """The test of one configuration against samples of the target alone, place by place."""
-    pairs: list[tuple[Evidence, Evidence]] = []
+    pairs = []
     chi = []
     for alone, own, known in zip(baseline, drawn, nodes, strict=True):
         pairs.append((measure(alone, known, is_exact=False), measure(own, known, is_exact=False)))

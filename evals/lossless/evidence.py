@@ -254,7 +254,7 @@ def branches(sampled: Sampled) -> list[Branch]:
     [((1,), [5, 6]), ((2,), [5])]
     """
     tokens = sampled.tokens
-    found: list[Branch] = []
+    found = []
     group = np.zeros(len(tokens), np.int64)
     for depth in range(1, tokens.shape[1]):
         _, group = np.unique(np.stack([group, tokens[:, depth - 1]]), axis=1, return_inverse=True)

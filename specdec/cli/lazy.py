@@ -193,7 +193,7 @@ def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin
         table = project.get("entry-points", {}).get(GROUP, {})
         own = [Plugin(EntryPoint(name, value, GROUP), DISTRIBUTION) for name, value in table.items()]
     others = [plugin for plugin in installed if plugin.distribution != DISTRIBUTION]
-    found: dict[str, Plugin] = {}
+    found = {}
     owners = dict.fromkeys(taken, "specdec itself")
     # once: an editable install is found twice where its folder is on the path, there and in site-packages
     for plugin in dict.fromkeys((*own, *others)):

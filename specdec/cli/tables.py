@@ -174,7 +174,7 @@ def report_table(report: HeadReport) -> Table:
 
 
 def _flat(facts: Json, indent: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
+    rows = []
     for name, value in facts.items():
         if isinstance(value, dict):
             rows.append((f"{indent}{name}", ""))

@@ -217,7 +217,7 @@ def choose(
     tally = Tally(len(wanted))
     started = clock()
     kept = store.read()
-    new: dict[ProductShape, Algorithm | None] = {}
+    new = {}
     for shape, weights in sorted(wanted.items(), key=lambda each: (each[0].tokens, -sum(w.nbytes for w in each[1]))):
         matmul = library.matmul(shape)
         algorithm = kept.get(str(shape))

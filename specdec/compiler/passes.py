@@ -294,7 +294,7 @@ _SCORES = _softened("x")
 
 def choose_at_once(graph: Graph) -> None:
     """Every top-k of scores [T, E] of so few experts becomes `best_experts`."""
-    normalised: dict[Node, tuple[Node, str]] = {}
+    normalised = {}
     for node in graph.nodes:
         for pattern, normalise in _WEIGHTS if calls(node, aten.div.Tensor) else ():
             if found := match(pattern, node):

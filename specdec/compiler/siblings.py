@@ -156,7 +156,7 @@ def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
     names = {module: name for name, module in ours}
     owners = [address_of(p) for _, p in root.named_parameters(remove_duplicate=False)]
     readers: dict[tuple[str, int], list[str]] = {}
-    kept: list[Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
+    kept = []  # keeps the inputs alive, so that equal ids mean equal tensors
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         name = names[module]

@@ -275,7 +275,7 @@ def _choices(
 ) -> Callable[[StreamUpdate], list[Json]]:
     """What makes the `choices` of each update of a stream: one, or one for each delta of its tool calls and
     reasoning."""
-    known: dict[int, tuple[Pieces, AnswerReader | None]] = {}  # what has come of each completion so far
+    known = {}  # what has come of each completion so far
 
     def of(update: StreamUpdate) -> list[Json]:
         at = update.index

@@ -198,7 +198,7 @@ def stored_scales(checkpoint: Checkpoint) -> StoredScales | None:
     names = {name: found for name in folder.tensors if (found := _NAME.search(name)) and not _NOT_TEXT.search(name)}
     if not names and not scheme:
         return None
-    scales: dict[tuple[str, int], float] = {}
+    scales = {}
     for name, tensor in folder.load(names).items():
         found = names[name]
         scale = _number(name, tensor, checkpoint)

@@ -167,7 +167,7 @@ class PackedWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return PackedWeight(args[0].matrix, args[0].place, args[0])
-        plain: dict[int, PackedWeight] = {}
+        plain = {}
 
         def read(weight: PackedWeight) -> Tensor:
             if func.is_view or func._schema.is_mutable:

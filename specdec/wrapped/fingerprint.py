@@ -56,7 +56,7 @@ def _marks(module: torch.nn.Module, whole: bool = True) -> list[_Mark]:
     """
     stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
     parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
-    found: list[_Mark] = []
+    found = []
     for name, tensor in sorted(parts, key=lambda part: part[0]):
         # All elements in a row [n], as integers of the same size (complex numbers as pairs).
         plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor

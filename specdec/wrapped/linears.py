@@ -123,7 +123,7 @@ def _groups(
     found = []
     dtypes = _dtypes()
     for parent in dict.fromkeys(modules):
-        free: dict[str, tuple[nn.Parameter, list[Any]]] = {}
+        free = {}
         for name, layer in parent.named_children():
             if not computes_plainly(layer) or type(weight := layer.weight) is not nn.Parameter:
                 continue

@@ -290,7 +290,7 @@ def final_features(model: SpeculativeModel) -> Features:
 
     @torch.no_grad()
     def features(token_ids: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        caught: list[Tensor] = []
+        caught = []
         hook = decoder.register_forward_hook(
             lambda module, _, output: caught.append(last_states(module, output, width))
         )
