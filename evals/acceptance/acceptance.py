@@ -146,30 +146,6 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
     if not kept[plan.arms[0].name]:
         raise DataError(f"every question failed; the first error: {next(a.error for a in answers if a.error)}")
     repeated = [_repeat(executor, plan, store, report, number) for number in range(2, plan.repeats + 1)]
-    return _document(executor, plan, store, answers, kept, repeated)
-
-
-def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> ByArm:
-    """The answers of a further run by configuration, to the questions that failed in none of them."""
-    arms = tuple(replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms)
-    found = by_arm(collect(executor, replace(plan, arms=arms), store, report), arms)
-    return {arm.name: found[repeat.name] for arm, repeat in zip(plan.arms, arms, strict=True)}
-
-
-def _paired(arm: str, kept: list[Answer], repeated: Sequence[ByArm]) -> Repeats:
-    """The further runs of one configuration with the target alone's, where all questions have answers."""
-    pairs = [(run[arm], run.get(BASELINE)) for run in repeated]
-    return [pair for pair in pairs if [a.question_id for a in pair[0]] == [a.question_id for a in kept]]
-
-
-def _document(
-    executor: Executor,
-    plan: Plan,
-    store: RunStore,
-    answers: Sequence[Answer],
-    kept: ByArm,
-    repeated: Sequence[ByArm],
-) -> Json:
     baseline = kept.get(BASELINE)
     seed = plan.asking.seed
     repeats = {arm.name: _paired(arm.name, kept[arm.name], repeated) for arm in plan.arms}
@@ -202,6 +178,19 @@ def _document(
         runs = 1 + min(map(len, repeats.values()))
         document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries), "runs": runs}
     return document
+
+
+def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> ByArm:
+    """The answers of a further run by configuration, to the questions that failed in none of them."""
+    arms = tuple(replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms)
+    found = by_arm(collect(executor, replace(plan, arms=arms), store, report), arms)
+    return {arm.name: found[repeat.name] for arm, repeat in zip(plan.arms, arms, strict=True)}
+
+
+def _paired(arm: str, kept: list[Answer], repeated: Sequence[ByArm]) -> Repeats:
+    """The further runs of one configuration with the target alone's, where all questions have answers."""
+    pairs = [(run[arm], run.get(BASELINE)) for run in repeated]
+    return [pair for pair in pairs if [a.question_id for a in pair[0]] == [a.question_id for a in kept]]
 
 
 def definitions() -> dict[str, str]:

@@ -253,33 +253,34 @@ def compare_greedy(
     """
     questions = {question.id: question for question in data.questions}
     baseline = kept[arms[0].name]
-    results = []
+    results: list[Json] = []
     for arm in arms[1:]:
         pairs = zip(baseline, kept[arm.name], strict=True)
         found = [(questions[one.question_id], one, first_difference(one, other)) for one, other in pairs]
         cases = [(question, one, place) for question, one, place in found if place is not None]
         verdicts = executor.on_one(partial(judge, arm=arm, asking=asking, cases=cases)) if cases else []
         apart = max(map(logprob_difference, baseline, kept[arm.name]), default=0.0)
-        results.append({**_arm_result(arm, kept[arm.name], verdicts), "logprob_difference": apart})
+        answers = kept[arm.name]
+        total = len(answers)
+        rounds = [record for answer in answers for record in answer.rounds]
+        drafts = sum(record.drafted for record in rounds)
+        defects = sum(not v.allowed for v in verdicts)
+        # Answers made without any draft are equal by construction.
+        tested = Verdict.PASS if drafts else Verdict.NOT_TESTED
+        results.append(
+            {
+                "name": arm.name,
+                "k": arm.k,
+                "questions": total,
+                "tokens": sum(len(ids) for answer in answers for ids in answer.token_ids),
+                "drafts": drafts,
+                "accepted": sum(record.accepted for record in rounds),
+                "identical": total - len(verdicts),
+                "near_ties": sum(v.allowed for v in verdicts),
+                "defects": defects,
+                "divergences": [{**asdict(v), "behind": None if v.behind == math.inf else v.behind} for v in verdicts],
+                "verdict": Verdict.FAIL if defects else tested,
+                "logprob_difference": apart,
+            }
+        )
     return {"definition": VERDICT, "arms": results, "verdict": together(result["verdict"] for result in results)}
-
-
-def _arm_result(arm: Configuration, answers: Sequence[Answer], verdicts: Sequence[Divergence]) -> Json:
-    total = len(answers)
-    rounds = [record for answer in answers for record in answer.rounds]
-    drafts = sum(record.drafted for record in rounds)
-    defects = sum(not v.allowed for v in verdicts)
-    tested = Verdict.PASS if drafts else Verdict.NOT_TESTED  # answers made without any draft are equal by construction
-    return {
-        "name": arm.name,
-        "k": arm.k,
-        "questions": total,
-        "tokens": sum(len(ids) for answer in answers for ids in answer.token_ids),
-        "drafts": drafts,
-        "accepted": sum(record.accepted for record in rounds),
-        "identical": total - len(verdicts),
-        "near_ties": sum(v.allowed for v in verdicts),
-        "defects": defects,
-        "divergences": [{**asdict(v), "behind": None if v.behind == math.inf else v.behind} for v in verdicts],
-        "verdict": Verdict.FAIL if defects else tested,
-    }
