@@ -190,33 +190,29 @@ def bind(group: CacheGroup, layers: Sequence[LayerKV], own_part: int = 0) -> Bou
         parts = {"latents": layer.keys} if layer.value_in_key else {"keys": layer.keys, "values": layer.values}
         for part, tensor in parts.items():
             first = 0 if layer.value_in_key else own_part * tensor.shape[layer.slot_and_head[1]]
-            found.append(_bound(f"{group.name}/{number}/{part}", group, tensor, layer, first))
+            name = f"{group.name}/{number}/{part}"
+            heads = tensor.shape[layer.slot_and_head[1]]
+            if not tensor[0].is_contiguous():
+                raise HandoffMismatchError(f"region {name}: a page's bytes do not lie together")
+            raw = tensor.view(torch.uint8)
+            blocks = raw.as_strided((len(raw), raw[0].numel()), (raw.stride(0), 1), raw.storage_offset())
+            region = Region(
+                name=name,
+                group=group.name,
+                base=tensor.data_ptr(),
+                num_blocks=len(tensor),
+                block_stride=raw.stride(0),
+                block_bytes=blocks.shape[1],
+                head0=first,
+                heads=heads,
+                head_bytes=blocks.shape[1] // heads,
+                layout="HND" if heads == 1 else layer.layout,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                page_size=group.page_size,
+                head_dim=tensor.shape[3],
+            )
+            found.append(Bound(region, blocks))
     return tuple(found)
-
-
-def _bound(name: str, group: CacheGroup, tensor: Tensor, layer: LayerKV, head0: int) -> Bound:
-    heads = tensor.shape[layer.slot_and_head[1]]
-    head_dim = tensor.shape[3]
-    if not tensor[0].is_contiguous():
-        raise HandoffMismatchError(f"region {name}: a page's bytes do not lie together")
-    raw = tensor.view(torch.uint8)
-    blocks = raw.as_strided((len(raw), raw[0].numel()), (raw.stride(0), 1), raw.storage_offset())
-    region = Region(
-        name=name,
-        group=group.name,
-        base=tensor.data_ptr(),
-        num_blocks=len(tensor),
-        block_stride=raw.stride(0),
-        block_bytes=blocks.shape[1],
-        head0=head0,
-        heads=heads,
-        head_bytes=blocks.shape[1] // heads,
-        layout="HND" if heads == 1 else layer.layout,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        page_size=group.page_size,
-        head_dim=head_dim,
-    )
-    return Bound(region, blocks)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,22 @@ def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvent
     folder, form, modules = _opened(path, target)
     fields = [ResolvedField("num_modules", len(modules), f"{form.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
-        fields += _module_fields(folder, form, names, f"module {m}: " if len(modules) > 1 else "")
+        # Fields with the files of a module's tensors, and the tensors that are taken from the target instead.
+        start = f"module {m}: " if len(modules) > 1 else ""
+        own = {rest: full for rest, full in names.items() if rest not in _SHARED}
+        files = sorted({folder.tensors[full].file.name for full in own.values()})
+        rest, full = next(iter(own.items()))
+        prefix = full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]  # as "model.layers.61."
+        projection = next((full for rest, full in names.items() if form.rename(rest) == "eh_proj.weight"), "absent")
+        copies = [full for rest, full in names.items() if rest in _SHARED]
+        shared = (
+            f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
+        )
+        fields += [
+            ResolvedField(f"{start}tensors", len(own), f"{', '.join(files)}: {prefix}*"),
+            ResolvedField(f"{start}projection", list(folder.tensors[projection].shape), projection),
+            ResolvedField(f"{start}embedding, lm_head", "the target's", shared),
+        ]
     if form.numbered:
         fields.append(ResolvedField("blocks", ", ".join(mixers_of(target.config)), "config mtp_layers_block_type"))
     else:
@@ -104,22 +119,6 @@ def describe_mtp(path: CheckpointPath, target: MtpTarget, convention: MtpConvent
     ]
     sizes = (torch.Size(folder.tensors[full].shape).numel() for names in modules for full in names.values())
     return HeadReport(folder.path, f"multi-token prediction, {form.name} names", tuple(fields), sum(sizes))
-
-
-def _module_fields(folder: CheckpointFolder, form: MtpFormat, names: Names, start: str) -> list[ResolvedField]:
-    """Fields with the files of a module's tensors, and the tensors that are taken from the target instead."""
-    own = {rest: full for rest, full in names.items() if rest not in _SHARED}
-    files = sorted({folder.tensors[full].file.name for full in own.values()})
-    rest, full = next(iter(own.items()))
-    prefix = full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]  # as "model.layers.61."
-    projection = next((full for rest, full in names.items() if form.rename(rest) == "eh_proj.weight"), "absent")
-    copies = [full for rest, full in names.items() if rest in _SHARED]
-    shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
-    return [
-        ResolvedField(f"{start}tensors", len(own), f"{', '.join(files)}: {prefix}*"),
-        ResolvedField(f"{start}projection", list(folder.tensors[projection].shape), projection),
-        ResolvedField(f"{start}embedding, lm_head", "the target's", shared),
-    ]
 
 
 def deepseek_tensors(head: MtpHead, layer: int) -> StateDict:
