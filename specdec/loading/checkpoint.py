@@ -327,17 +327,14 @@ def _without_config(names: set[str]) -> str:
 
 def _check_no_head(folder: Path, config: Config, names: set[str]) -> None:
     try:
-        layout = layout_of_folder(open_folder(folder)) if _has_few_tensors(folder, names) else detect_by_config(config)
+        # A folder of few tensors may be a head's.
+        places = read_json(folder / _INDEX).get("weight_map") if _INDEX in names else None
+        few = len(places) <= _MOST_TENSORS_OF_A_HEAD if isinstance(places, dict) else _WHOLE[0] in names
+        layout = layout_of_folder(open_folder(folder)) if few else detect_by_config(config)
     except HeadLoadError:
         return  # tensors that differ by a prefix only, damaged or missing files: transformers reports them
     if layout is not None and layout not in _TARGETS:
         raise ModelLoadError(f"it is a draft head ({layout.value}); give it as draft=…, and its target here")
-
-
-def _has_few_tensors(folder: Path, names: set[str]) -> bool:
-    """Whether there may be few enough for a head."""
-    places = read_json(folder / _INDEX).get("weight_map") if _INDEX in names else None
-    return len(places) <= _MOST_TENSORS_OF_A_HEAD if isinstance(places, dict) else _WHOLE[0] in names
 
 
 def _modelopt_config(folder: Path, names: set[str]) -> Config | None:

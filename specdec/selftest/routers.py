@@ -123,7 +123,8 @@ def _calls(model: nn.Module, given: Sequence[Routed] = ()) -> Iterator[list[Rout
     seen: list[Routed] = []
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not _is_routed(inputs):
+        tensors = len(inputs) == 3 and all(isinstance(x, Tensor) and x.ndim == 2 for x in inputs)
+        if not tensors or inputs[1].is_floating_point() or inputs[2].shape != inputs[1].shape:
             return None
         own = Routed(*inputs)
         other = given[len(seen)] if len(seen) < len(given) else None
@@ -139,8 +140,3 @@ def _calls(model: nn.Module, given: Sequence[Routed] = ()) -> Iterator[list[Rout
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _is_routed(inputs: tuple[Any, ...]) -> bool:
-    tensors = len(inputs) == 3 and all(isinstance(x, Tensor) and x.ndim == 2 for x in inputs)
-    return tensors and not inputs[1].is_floating_point() and inputs[2].shape == inputs[1].shape

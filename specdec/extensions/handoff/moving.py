@@ -297,7 +297,21 @@ class MovingRequests(Guests):
         """
         moved = handoff.moved
         assert moved is not None
-        request = moved_here(self._engine.admission, self._engine.take_id(), moved)
+        # A waiting request that was begun in another engine. Its text and first tokens are reported here; its times
+        # are set back by the seconds spent there.
+        now = time.perf_counter()
+        new = list(moved.new_token_ids)
+        stream = TextStream(self._engine.admission.vocabulary, moved.params.stop)
+        stream.push(new, len(new))
+        request = Request(
+            id=self._engine.take_id(),
+            prompt_len=len(moved.prompt_token_ids),
+            committed=moved.committed,
+            stream=stream,
+            times=Times(now - moved.queue_s - moved.prefill_s, now - moved.prefill_s, now),
+            new_tokens=new,
+            **same_fields(moved),
+        )
         request_id = self._engine.queue(request)  # first: it repairs what an interrupt has left, and keeps held pages
         if number is not None:
             with self._engine.change:
@@ -374,21 +388,3 @@ def _check_extras(admission: Admission) -> None:
     for extra in admission.config.extras:
         if extra.refuses_handoff:
             raise HandoffMismatchError(f"requests do not move between engines: {extra.refuses_handoff}")
-
-
-def moved_here(admission: Admission, request_id: int, moved: MovedRequest) -> Request:
-    """A waiting request that was begun in another engine. Its text and first tokens are reported here; its times are
-    set back by the seconds spent there."""
-    now = time.perf_counter()
-    new = list(moved.new_token_ids)
-    stream = TextStream(admission.vocabulary, moved.params.stop)
-    stream.push(new, len(new))
-    return Request(
-        id=request_id,
-        prompt_len=len(moved.prompt_token_ids),
-        committed=moved.committed,
-        stream=stream,
-        times=Times(now - moved.queue_s - moved.prefill_s, now - moved.prefill_s, now),
-        new_tokens=new,
-        **same_fields(moved),
-    )

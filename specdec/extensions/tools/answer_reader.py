@@ -137,11 +137,7 @@ class AnswerParser:
             close = self._close_of_call(opening)
         if not final and (close is None or close.partial):
             return False
-        self._leave(opening, close)
-        return True
-
-    def _leave(self, opening: Opening, close: Any) -> None:
-        """Reasoning or a call has ended, by its close or with the answer."""
+        # Reasoning or a call has ended, by its close or with the answer.
         if opening.kind == "object":
             self._end_object(close)
         elif opening.kind == "call":
@@ -152,6 +148,7 @@ class AnswerParser:
         self._open = None
         self._space = ""
         self._trims = True
+        return True
 
     def _close_of_call(self, opening: Opening) -> Any:
         """Read arguments up to where the call ends; the match of its close, a partial one, or None at the end."""
