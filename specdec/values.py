@@ -25,6 +25,7 @@ Fields = Mapping[str, Any]
 Options = dict[str, Any]
 """Options by name, as a call or a file gives them."""
 TokenIds = tuple[int, ...]
+Function = Callable[..., Any]
 Reader = Callable[[str, Any], Any]
 """(name, value given) -> the value that is kept. Raises InvalidInputError, by name: a value that is not allowed."""
 _MOST_DIGITS = 10**40

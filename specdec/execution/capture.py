@@ -21,6 +21,7 @@ from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.greedy_rows import greedy_ids
 from specdec.rounds.extras import RoundExtra, adjusted
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
+from specdec.values import Function
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.target import Target
 
@@ -226,7 +227,7 @@ def _nothing_drawn(draft: int, chosen: Chosen) -> None:
 
 def compile_bucket(
     target: Target,
-    model: Callable[..., Any],
+    model: Function,
     drafts: DraftCapture | None,
     round_: EmptyRound,
     extras: Sequence[RoundExtra],
@@ -243,7 +244,7 @@ def compile_bucket(
 
 def _verify(
     target: Target,
-    model: Callable[..., Any],
+    model: Function,
     drafts: DraftCapture | None,
     device: DeviceRound,
     planned: PlannedBatch,
@@ -263,7 +264,7 @@ def _verify(
 
 def capture_bucket(
     target: Target,
-    model: Callable[..., Any],
+    model: Function,
     drafts: DraftCapture | None,
     round_: EmptyRound,
     sampling: DeviceSampling,

@@ -26,6 +26,7 @@ from specdec.config import EngineConfig
 from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
 from specdec.rounds.buckets import TILE_TOKENS, power_of_two, prefill_budget
 from specdec.rounds.transfer import DeviceAhead
+from specdec.values import Function
 from specdec.wrapped.group import Group
 from specdec.wrapped.target import Target
 
@@ -95,9 +96,7 @@ class _PrefillGraph:
 class RaggedTarget:
     """The compiled target on any batch."""
 
-    def __init__(
-        self, target: Target, model: Callable[..., Any], config: EngineConfig, pool: Any, compiling: Compiling
-    ) -> None:
+    def __init__(self, target: Target, model: Function, config: EngineConfig, pool: Any, compiling: Compiling) -> None:
         """model: the compiled target; compiling: the state in which it was compiled."""
         self._compiling = compiling
         self._target = target

@@ -8,10 +8,10 @@ verification defers it, the second does not, and a third follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from attention.errors import named_error
 from attention.hf.model_specific import reads_indices
 from attention.hf.patches import attention_configs, attention_implementation
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
+from specdec.values import Function
 from specdec.wrapped.long_rope import RotaryPositions
 from specdec.wrapped.target import Target
 
@@ -120,7 +121,7 @@ class DummyRows:
         ids = [torch.randint(target.num_embeddings, (n,), generator=generator).to(device) for n in lens.tolist()]
         return cls(target, ids, pages.reshape(len(lens), width).astype(np.int32))
 
-    def read_by_row(self, piece: ReadPiece, model: Callable[..., Any] | None = None) -> list[Tensor]:
+    def read_by_row(self, piece: ReadPiece, model: Function | None = None) -> list[Tensor]:
         """Logits [tokens, V] of each row of a piece, float32. model: a form of the target, default its own."""
         lens = (piece.stop - piece.start)[list(piece.rows)]
         everything = torch.arange(int(lens.sum()), device=self.target.hf_model.device)
@@ -130,7 +131,7 @@ class DummyRows:
         self,
         piece: ReadPiece,
         logits_indices: Tensor,
-        model: Callable[..., Any] | None = None,
+        model: Function | None = None,
         keep_aux: bool = False,
     ) -> Tensor:
         """Logits [R, V] of the tokens `logits_indices` [R] of a piece, float32. keep_aux: see `Target.forward`."""

@@ -6,7 +6,7 @@ convention is checked on a text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from specdec.selftest.eager_reference import (
 from specdec.selftest.routers import RoutedReader, check_choices, has_mixtures
 from specdec.selftest.twin import TwinReport, in_words
 from specdec.user_warnings import warn_user
+from specdec.values import Function
 from specdec.wrapped.probing import TargetProbe, decoder_of, last_states
 from specdec.wrapped.target import Target
 
@@ -241,7 +242,7 @@ def _limit(target: Target, error: float) -> float:
 
 
 @torch.inference_mode()
-def invariance_test(target: Target, model: Callable[..., Any] | None = None) -> None:
+def invariance_test(target: Target, model: Function | None = None) -> None:
     """Read three rows at once and again in pieces, by the form `model` of the target, and compare logits bit by bit.
 
     Its own form was compared with its eager forward before.

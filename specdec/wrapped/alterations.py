@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from specdec.errors import InvariantError
+from specdec.values import Function
 
 _KNOWN = (
     *("attention", "drafters", "specdec", "torch", "transformers", "peft", "accelerate"),
@@ -88,11 +89,11 @@ class Alterations:
             raise InvariantError("a model was altered for an engine that is closed")
         self._stack.callback(undo)
 
-    def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+    def hook_before(self, module: nn.Module, hook: Function) -> None:
         """Call hook(module, args, kwargs) before the module's forward."""
         self.on_undo(module.register_forward_pre_hook(Hook(hook), with_kwargs=True).remove)
 
-    def hook_after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+    def hook_after(self, module: nn.Module, hook: Function) -> None:
         """Call hook(module, args, output) after the module's forward."""
         self.on_undo(module.register_forward_hook(Hook(hook)).remove)
 

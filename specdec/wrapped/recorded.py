@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from attention.hf.custom_op import LayerAttend
 from attention.hf.gate import gate_of
 from specdec.ops.packed_weight import Matrix
+from specdec.values import Function
 from specdec.wrapped.alterations import unseen_state
 from specdec.wrapped.changes import WeightVersions
 
@@ -36,7 +37,7 @@ _MOST_SHAPES = 64
 _ATEN = torch.ops.aten
 _BY_VALUE = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
 """Operators whose result the host reads, whose shape depends on values, or that draw random numbers."""
-_DIRECT: dict[OpOverload, Callable[..., Any]] = {
+_DIRECT: dict[OpOverload, Function] = {
     _ATEN.add.Tensor: torch.add,
     _ATEN.cat.default: torch.cat,
     _ATEN.mean.dim: torch.mean,
@@ -106,7 +107,7 @@ class _Recorder(TorchDispatchMode):
             delattr(made, name)  # a module refers to itself: it would keep them until the next collection
         return partial(type(made).forward, SimpleNamespace(**self.tensors))
 
-    def _add(self, function: Callable[..., Any], args: Any, kwargs: Any, found: Any) -> None:
+    def _add(self, function: Function, args: Any, kwargs: Any, found: Any) -> None:
         args, kwargs = fx.node.map_aggregate((args, kwargs), self._given)
         self._made(self.graph.call_function(function, args, kwargs), found)
 

@@ -25,7 +25,7 @@ from attention.hf.training_mode import evaluating, trainable_modules
 from attention.runner import PlannedBatch
 from drafters.base import FINAL_NORM, Layers
 from specdec.errors import InvalidInputError, InvariantError
-from specdec.values import Options
+from specdec.values import Function, Options
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.long_rope import RotaryPositions, find_long_rope, looked_up
@@ -230,7 +230,7 @@ class Target:
         token_ids: Tensor,
         planned: PlannedBatch,
         logits_indices: Tensor | None,
-        model: Callable[..., Any] | None = None,
+        model: Function | None = None,
         keep_aux: bool = True,
     ) -> TargetOutput:
         """One pass over a ragged batch.
@@ -305,7 +305,7 @@ class Target:
         positions: Tensor,
         logits_indices: Tensor | None,
         attend: LayerAttend,
-        model: Callable[..., Any],
+        model: Function,
         recur: Recur | None,
         kept: int | None = None,
     ) -> Tensor:

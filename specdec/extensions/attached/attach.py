@@ -22,7 +22,7 @@ from specdec.errors import InvalidInputError, ModelChangedError
 from specdec.extensions.attached.asked import CACHES, WAY_OUT, Asked, check_arguments, has_adapter_for_each_row
 from specdec.extensions.attached.manager import Manager
 from specdec.model import SpeculativeModel
-from specdec.values import Options, short, without
+from specdec.values import Function, Options, short, without
 
 _PLACE = "_specdec_attachment"
 _METHODS = ("generate", "generate_batch", "init_continuous_batching")
@@ -241,7 +241,7 @@ def _put_back(cls: type, attachment: Attachment) -> None:
                 delattr(cls, name)
 
 
-def _looking_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _looking_first(name: str, original: Function) -> Function:
     """A method of the class: the instance's attachment serves it, or the original."""
 
     @wraps(original)

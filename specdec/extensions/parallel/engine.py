@@ -9,7 +9,7 @@ end the process.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from specdec.extensions.parallel.messages import CallMethod
 from specdec.extensions.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
+from specdec.values import Function
 
 
 class LeadingEngine(Engine):
@@ -88,7 +89,7 @@ class LeadingEngine(Engine):
         """
         self._link.send(CallMethod(of, method, arguments))
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, function: Function, *arguments: Any) -> Any:
         """Call a function of a module on each rank with its engine, between two rounds; returns the result here."""
         with self.all_ranks():
             self.tell("engine", "run", function, *arguments)
@@ -172,7 +173,7 @@ class FollowingEngine(Engine):
         self.ranks = ranks
         super().__init__(*parts)
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def run(self, function: Function, *arguments: Any) -> None:
         """Call a function, see `LeadingEngine.run`."""
         function(self, *arguments)
 

@@ -20,7 +20,7 @@ from specdec.extensions.parallel.plan import ShardingPlan, Share, as_rank, plan_
 from specdec.extensions.parallel.shares import exchanging, take_share
 from specdec.loading.targets import AutoClass
 from specdec.rounds.verification import TargetArrays
-from specdec.values import Json
+from specdec.values import Function, Json
 from specdec.wrapped.group import Group, Reading
 from specdec.wrapped.probing import TargetProbe
 
@@ -41,7 +41,7 @@ class Ranks(Group):
         device: torch.device,
         collectives: Collectives,
         channel: RankChannel,
-        engine: Callable[..., Any] | None = None,
+        engine: Function | None = None,
         moving: Callable[[], tuple[Any, Any]] | None = None,
     ) -> None:
         """engine: makes this rank's engine of these ranks and the parts of an `Engine`; None where none is made.
@@ -136,12 +136,12 @@ class Ranks(Group):
             "weights and load them again"
         )
 
-    def engine(self, make: Callable[..., Any], *parts: Any) -> Any:
+    def engine(self, make: Function, *parts: Any) -> Any:
         """See `Group.engine`: a `LeadingEngine` on rank 0, a `FollowingEngine` on other ranks."""
         assert self._engine is not None
         return self._engine(self, *parts)
 
-    def run(self, function: Callable[..., Any], engine: Any, *arguments: Any) -> Any:
+    def run(self, function: Function, engine: Any, *arguments: Any) -> Any:
         return engine.run(function, *arguments)
 
     def facts(self) -> Json:
@@ -190,7 +190,7 @@ class HeldInterrupt:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, Callable[..., Any]] = {}
+        self._before: dict[int, Function] = {}
         self._held = set[int]()
 
     def __enter__(self) -> HeldInterrupt:
