@@ -111,20 +111,19 @@ ByArm = dict[str, list[Answer]]
 """The answers of each configuration, by its name."""
 
 
-def by_arm(answers: Sequence[Answer], arms: Sequence[Configuration]) -> ByArm:
+def by_arm(answers: Answers, arms: Sequence[Configuration]) -> ByArm:
     """The answers of each configuration in their order, to the questions that failed in no configuration."""
     failed = {answer.question_id for answer in answers if answer.error is not None}
     kept = [answer for answer in answers if answer.question_id not in failed]
     return {arm.name: [answer for answer in kept if answer.arm == arm.name] for arm in arms}
 
 
-Repeats = Sequence[tuple[Sequence[Answer], Sequence[Answer] | None]]
+Answers = Sequence[Answer]
+Repeats = Sequence[tuple[Answers, Answers | None]]
 """The answers of further runs, and the target alone's in the same run."""
 
 
-def summarize(
-    arm: Configuration, answers: Sequence[Answer], baseline: Sequence[Answer] | None, seed: int, repeats: Repeats = ()
-) -> Json:
+def summarize(arm: Configuration, answers: Answers, baseline: Answers | None, seed: int, repeats: Repeats = ()) -> Json:
     """Everything about one configuration; wall-time figures lie under "timing".
 
     baseline: the target-alone answers to the same questions, or None when there is no such configuration.
@@ -146,9 +145,7 @@ def summarize(
     }
 
 
-def differences(
-    left: Sequence[Answer], right: Sequence[Answer], arms: tuple[Configuration, Configuration], seed: int
-) -> Json:
+def differences(left: Answers, right: Answers, arms: tuple[Configuration, Configuration], seed: int) -> Json:
     """Paired differences (right less left) of the metrics that need no baseline, and the ratio of total speeds."""
     sums = columns(left, arms[0].k), columns(right, arms[1].k)
     resampling = Resampling(len(left), seed)
@@ -158,7 +155,7 @@ def differences(
     return found
 
 
-def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Configuration]) -> list[Json]:
+def question_rows(answers: Mapping[str, Answers], arms: Sequence[Configuration]) -> list[Json]:
     """One row a question with its own figures under each configuration."""
     rows = []
     for group in zip(*(answers[arm.name] for arm in arms), strict=True):
@@ -215,7 +212,7 @@ def _by_section(value: Callable[[Metric], Value], has_baseline: bool) -> Json:
     return found
 
 
-def _identical(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Json | None:
+def _identical(answers: Answers, baseline: Answers | None) -> Json | None:
     if baseline is None:
         return None
     same = sum(a.token_ids == b.token_ids for a, b in zip(answers, baseline, strict=True))

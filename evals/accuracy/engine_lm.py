@@ -39,6 +39,8 @@ Report = Callable[[list[Answer]], None]
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt, and of what is scored after it."""
 Step = TypeVar("Step")
+Score = tuple[float, bool]
+"""The log-likelihood of a continuation, and whether greedy decoding gives it."""
 _SCORED_AT_ONCE = 1024
 """Texts of one call: what an interrupted run had scored before it is in lm-eval's cache of answers."""
 _WARM_UP = 16
@@ -249,7 +251,7 @@ class EngineLM(TemplateLM):
         self.cache_hook.add_partial("generate_until", request.args, text)
         return text
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Score]:
         """Log-probability of each continuation, and whether it is the greedy one.
 
         Raises:
@@ -265,7 +267,7 @@ class EngineLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Score]:
         """Log-probability of each continuation, and whether it is the greedy one; by the target alone, in batches."""
         pairs = [_last_tokens(context, own, self.max_length) for _, context, own in requests]
         if cut := sum(len(a) < len(context) for (a, _), (_, context, _) in zip(pairs, requests, strict=True)):
@@ -278,7 +280,7 @@ class EngineLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
         return [found[i] for i in range(len(pairs))]
 
-    def _scored(self, pairs: Sequence[Pair], order: Sequence[int]) -> Iterator[tuple[int, tuple[float, bool]]]:
+    def _scored(self, pairs: Sequence[Pair], order: Sequence[int]) -> Iterator[tuple[int, Score]]:
         """(place, score) of each pair. A pair of one token more than a request can have, which `hf` scores too, is
         scored by the model's own forward."""
         fitting = [i for i in order if sum(map(len, pairs[i])) <= self.max_length]
@@ -290,7 +292,7 @@ class EngineLM(TemplateLM):
             yield i, self.scored_alone(*pairs[i])
 
     @torch.inference_mode()
-    def scored_alone(self, context: list[int], own: list[int]) -> tuple[float, bool]:
+    def scored_alone(self, context: list[int], own: list[int]) -> Score:
         logits = self._model.own_logits(context + own[:-1])[-len(own) :]
         wanted = torch.tensor(own, device=logits.device)
         score = float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum())
