@@ -34,6 +34,8 @@ Arrays = dict[str, np.ndarray]
 """Arrays on the host, by the names of their fields."""
 Views = Mapping[str, Tensor]
 """The same on the device."""
+Sizes = dict[str, int]
+"""Sizes of an arena's arrays, by the names that their declarations give."""
 S = TypeVar("S")
 _ARRAY = "array"
 _ALIGN = 64

@@ -19,6 +19,7 @@ from attention.staging import (
     Arrays,
     Bucket,
     Section,
+    Sizes,
     Staged,
     StagingArena,
     Views,
@@ -201,7 +202,7 @@ class BatchSection:
 
 def batch_sizes(
     name: str, rows: int, tokens: int, pages: int, entries: int | None = None, groups: Sequence[int] = ()
-) -> dict[str, int]:
+) -> Sizes:
     """Sizes of the dimensions of a `BatchSection` of this name for at most these rows, tokens and pages per row.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import GroupRunner, PlannedBatch
-from attention.staging import A, Arrays, Field, Staged, array
+from attention.staging import A, Arrays, Field, Sizes, Staged, array
 
 Choose = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 """Chooses draft tokens: (step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary,
@@ -247,7 +247,7 @@ class LoopSection(Protocol[Sent, Arrived]):
     def fields(self) -> tuple[Field, ...]:
         """Fields of the arena."""
 
-    def sizes(self, size: LoopSize) -> dict[str, int]:
+    def sizes(self, size: LoopSize) -> Sizes:
         """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
 
     def values(self, arrays: Sent) -> Arrays:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.runner import GroupRunner
-from attention.staging import A, Arrays, Section, Staged, array
+from attention.staging import A, Arrays, Section, Sizes, Staged, array
 from drafters.base import ChainHead
 from drafters.loops.base import (
     Attend,
@@ -83,7 +83,7 @@ class DraftSection:
         sections = (*self._batches, *self._rows, self._steps, *((self._requests,) if self._requests else ()))
         self.fields = tuple(place for section in sections for place in section.fields)
 
-    def sizes(self, size: LoopSize) -> dict[str, int]:
+    def sizes(self, size: LoopSize) -> Sizes:
         sizes = {"prefill.requests": size.rows} | self._steps.sizes(size.rows, size.pages, size.steps)
         for batch in self._batches:
             sizes |= batch.sizes(size.rows, size.tokens, size.pages)

@@ -23,7 +23,7 @@ from attention.batch.fixed import LiveBatch
 from attention.batch.host import HostBatch, HostBatches, covering, offsets_within, owners_of, slots_at, write_pages
 from attention.batch.metadata import ROW_FIELDS, BatchArrays, CommonAttentionMetadata, HostArrays
 from attention.checking import CHECKS
-from attention.staging import Section, Staged, StagingArena, bucket_of
+from attention.staging import Section, Sizes, Staged, StagingArena, bucket_of
 from drafters.loops.base import DraftingRows, FixedShape, Passes
 
 _KEPT = 256
@@ -208,7 +208,7 @@ class StepSection:
         self.arrays = Section(BatchArrays, "step", () if table else ("block_table",), leading=leading)
         self.fields = self.arrays.fields
 
-    def sizes(self, rows: int, pages: int, steps: int) -> dict[str, int]:
+    def sizes(self, rows: int, pages: int, steps: int) -> Sizes:
         """Sizes for at most these rows, pages a row and steps."""
         tokens = rows * sum(step_width(step, self._num_modules) for step in range(1, steps + 1))
         own = {"steps": steps, "step.rows": rows, "step.rows_plus_1": rows + 1, "step.pages": pages}

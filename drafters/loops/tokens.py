@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention.batch.host import rows_batch, starts_of
 from attention.runner import GroupRunner
+from attention.staging import Sizes
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.chain import DraftArrays, DraftInputs, DraftSection, run_steps
 from drafters.loops.head_passes import TokenReader
@@ -54,7 +55,7 @@ class TokenSection(DraftSection):
     """The places of a chain's arrays, with one token more for each row of the draft prefill: `LoopSize` counts the
     tokens of a verification."""
 
-    def sizes(self, size: LoopSize) -> dict[str, int]:
+    def sizes(self, size: LoopSize) -> Sizes:
         return super().sizes(replace(size, tokens=size.tokens + size.rows))
 
 

@@ -32,6 +32,7 @@ from attention.staging import (
     Bucket,
     Field,
     Section,
+    Sizes,
     Staged,
     StagingArena,
     array,
@@ -64,7 +65,7 @@ OF_TARGET = {name: f"target.{name}" for name in ("rows", "tokens", "entries", "d
 
 def target_sizes(
     rows: int, tokens: int, pages: int, drafts: int, entries: int | None = None, groups: Sequence[int] = ()
-) -> dict[str, int]:
+) -> Sizes:
     """Sizes of a verification of at most so many rows, tokens, pages and drafts a row; others: see `batch_sizes`."""
     return batch_sizes(TARGET, rows, tokens, pages, entries, groups) | {OF_TARGET["drafts_plus_1"]: drafts + 1}
 
@@ -87,7 +88,7 @@ class PassesSection:
         sections = (self._first, *self._own, self._carried)
         self.fields = tuple(field for section in sections if section is not None for field in section.fields)
 
-    def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> dict[str, int]:
+    def sizes(self, rows: int, tokens: int, pages: int, entries: int | None = None) -> Sizes:
         """Sizes to add to the verification's, for at most so many of its rows, tokens and pages a row.
 
         A request may be two rows of a pass, see `drafters.loops.prefill.shifted_batch`; but not in a fixed shape,
@@ -214,7 +215,7 @@ class AheadSection:
         self._own = Section(AheadArrays, "ahead", shared=OF_TARGET)
         self.fields = self._passes.fields + self._own.fields
 
-    def sizes(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
+    def sizes(self, rows: int, tokens: int, pages: int) -> Sizes:
         """Sizes for a verification of at most so many rows, tokens and pages a row."""
         return target_sizes(rows, tokens + self._passes.bonus * rows, pages, 0) | self._passes.sizes(
             rows, tokens, pages
@@ -245,7 +246,7 @@ class SamplingSection:
         self.fields = self._parameters.fields + self._uniforms.fields
 
     @staticmethod
-    def sizes(drafts: int) -> dict[str, int]:
+    def sizes(drafts: int) -> Sizes:
         """Sizes to add to the verification's; drafts: n, or K."""
         return {"sampling.drafts": drafts, "sampling.twice": 2 * drafts, "sampling.places": 2 * drafts + 1}
 
@@ -420,7 +421,7 @@ def _bucket(section: LoopSection[Any, Any] | None, target: LoopSize, groups: Gro
     return bucket_of(**(sizes if section is None else sizes | section.sizes(rounded(drafting))))
 
 
-def _sizes(target: LoopSize, groups: Groups) -> dict[str, int]:
+def _sizes(target: LoopSize, groups: Groups) -> Sizes:
     size = rounded(target)
     most = tuple(map(power_of_two, groups))
     return target_sizes(size.rows, size.tokens, size.pages, size.drafts, groups=most)

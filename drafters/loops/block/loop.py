@@ -18,7 +18,7 @@ from attention.batch.metadata import BatchSection, CommonAttentionMetadata
 from attention.cache.pages import NULL_PAGE
 from attention.checking import CHECKS, require
 from attention.runner import GroupRunner
-from attention.staging import Arrays, Section, Staged
+from attention.staging import Arrays, Section, Sizes, Staged
 from drafters.base import BlockHead
 from drafters.loops.base import Choose, Compile, Draft, DraftInput, FixedLoop, Greedy, LoopSize
 from drafters.loops.block.chains import drafts_along
@@ -41,7 +41,7 @@ class BlockSection:
         self._batch, self._rows = BatchSection("block"), Section(BlockRows, "context", shared={"block": "block.tokens"})
         self.fields = (*self._batch.fields, *self._rows.fields)
 
-    def sizes(self, size: LoopSize) -> dict[str, int]:
+    def sizes(self, size: LoopSize) -> Sizes:
         block = self._batch.sizes(size.rows, size.rows * self._block_size, size.pages)
         return block | {"context.tokens": size.tokens}
 
