@@ -80,8 +80,8 @@ class SampledDrafts:
 
     def _choose_all(self, chosen: Chosen) -> None:
         """Draw all drafts of each row, which do not depend on each other, as rows of one launch."""
-        owner, place = self._slots(chosen)
-        rows = len(chosen.ids) // chosen.slots
+        rows, slots = len(chosen.ids) // chosen.slots, torch.arange(chosen.slots, device=chosen.ids.device)
+        owner = torch.arange(rows, device=slots.device).repeat_interleave(chosen.slots, output_size=len(chosen.ids))
         uniform = self._sampling.ahead_uniform[:rows].index_select(0, owner)
         kept = self._kept(chosen.logits)[:rows].flatten(0, 1)
         drafts = self._drafts[:rows].view(-1)
@@ -92,34 +92,24 @@ class SampledDrafts:
             uniform,
             0,
             Filtered(self._filtered.stats[:rows].flatten(0, 1)),
-            num_accepted=place,
+            num_accepted=(self._accepted[:rows, None] + slots).flatten(),
             places=DraftPlaces(kept, drafts, self._target_ids),
         )
 
-    def _slots(self, chosen: Chosen) -> tuple[Tensor, Tensor]:
-        """[R·slots] int64 each: the row of a choice, and accepted drafts before it with those of its own block."""
-        rows = len(chosen.ids) // chosen.slots
-        slots = torch.arange(chosen.slots, device=chosen.ids.device)
-        owner = torch.arange(rows, device=slots.device).repeat_interleave(chosen.slots, output_size=len(chosen.ids))
-        return owner, (self._accepted[:rows, None] + slots).flatten()
-
     def _choose_keyed(self, step: int, chosen: Chosen) -> None:
         """By the noise of the drafts' positions: the acceptance then needs nothing of what they were drawn from."""
-        seeds = self._sampling.seed
         rows = len(chosen.ids) // chosen.slots
-        last = seeds.shape[1] - 1
-        if chosen.slots == 1:
-            at = (self._accepted[:rows] + (step + 1)).clamp(max=last)
-            own = seeds[:rows].gather(1, at[:, None])[:, 0]
-            drafts = self._drafts[:rows, step]
-            sampling = self._sampling.tensors.first(rows)
-        else:
-            owner, place = self._slots(chosen)
-            own = seeds[owner, (place + 1).clamp(max=last)]
-            drafts = self._drafts[:rows].view(-1)
-            sampling = self._sampling.tensors.rows(owner)
-        ids = draw_keyed(chosen.logits, chosen.ids, sampling, own, target_ids=self._target_ids, out=drafts)
-        chosen.ids.copy_(ids)  # of greedy rows as before
+        draw_keyed(
+            chosen.logits,
+            chosen.ids,
+            self._sampling.tensors.first(rows),
+            self._sampling.seed[:rows],
+            num_accepted=self._accepted,
+            step=step + 1,
+            target_ids=self._target_ids,
+            out=self._drafts[:rows, step] if chosen.slots == 1 else self._drafts[:rows].view(-1),
+            into=chosen.ids,
+        )
 
     @property
     def in_half_precision(self) -> bool:
@@ -188,8 +178,7 @@ def decide_sampled(
     """
     rows = index.reshape(-1)
     if sampling.seed is not None:
-        seeds = sampling.seed[:, : index.shape[1]].reshape(-1)
-        ids = draw_keyed(logits, greedy, sampling.tensors, seeds, index=rows)
+        ids = draw_keyed(logits, greedy, sampling.tensors, sampling.seed, index=rows)
         accept_equal(ids, num_drafts, result)
         return
     filtered = Filtered.empty(len(rows), device=logits.device)

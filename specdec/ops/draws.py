@@ -155,21 +155,24 @@ def draw_drafts(
 
 def draw_keyed(
     logits: Tensor, peaks: Tensor, sampling: Parameters, seeds: Tensor, *,
-    index: Tensor | None = None, target_ids: Tensor | None = None, out: Tensor | None = None,
+    index: Tensor | None = None, num_accepted: Tensor | None = None, step: int = 0, target_ids: Tensor | None = None,
+    out: Tensor | None = None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The draws [R] int64 of rows by the noise of their positions, as the arg max of `perturbed`; greedy rows' arg max.
 
     Args:
         logits, peaks, sampling, index: as in `filter_rows`; a row has the same bits whatever else is in the batch.
-        seeds: [R] int64. target_ids: [V] int64, the tokens whose noise it is.
-        out: [R] int64 of any stride, gets the draws as these.
+        seeds: [J, columns] int64, columns side by side. Row i of the R / J of parameters j has seeds[j, i + step], or
+            with num_accepted [J] int64, contiguous, seeds[j, i + step + num_accepted[j]]; or the last column.
+        target_ids: [V] int64, the tokens whose noise it is. out: [R] int64 of any stride, gets the draws as these.
+        into: [R] int64, contiguous, what is returned; `peaks` may be it.
     """
     from specdec.ops.greedy_kernel import launch_greedy
 
-    filtered = Filtered.empty(len(seeds), device=logits.device)
+    filtered = Filtered.empty(len(logits if index is None else index), device=logits.device)
     filter_rows(logits, peaks, sampling, filtered, index=index)
-    noise = (index, sampling.temperature, sampling.min_p, filtered.stats, seeds.contiguous())
-    return launch_greedy(logits, target_ids, out, noise)
+    noise = (index, sampling.temperature, sampling.min_p, filtered.stats, seeds, num_accepted)
+    return launch_greedy(logits, target_ids, out, noise, step, into)
 
 
 def accept_drafts(

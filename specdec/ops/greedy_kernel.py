@@ -45,9 +45,10 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     temperature_ptr,  # [J] float32, or None where all rows are greedy
     min_p_ptr,  # [J] float32
     stats_ptr,  # [R, 4] float32
-    seeds_ptr,  # [R] int64
+    seeds_ptr,  # [J, columns] int64
+    accepted_ptr,  # [J] int64 or None
     ids_ptr,  # [V] int64 or None
-    per, vocab, row_stride,
+    per, first, last, seed_stride, vocab, row_stride,
     PART: constexpr, DEPENDENT: constexpr,
 ):  # fmt: skip
     wait_for_predecessor(DEPENDENT)
@@ -59,12 +60,13 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(logits_ptr, mask=inside, other=float("-inf")).to(tl.float32)  # [PART]
     x = tl.where(x != x, float("inf"), x)  # torch's arg max takes a NaN for the largest
     if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + row // per)
+        owner, place = row // per, row % per + first
+        temperature = tl.load(temperature_ptr + owner)
         if temperature != 0:
             stats = load_stats(stats_ptr + row * 4)
             x = load_logits(logits_ptr, inside)
             kept = inside & is_kept(x, column, stats)
-            floor = tl.load(min_p_ptr + row // per)
+            floor = tl.load(min_p_ptr + owner)
             if floor > 0:
                 kept = kept & (weight(x, stats[0], LOG2E / temperature) >= floor)
             inverse = 1 / temperature  # one division a row: logarithms leave its unit no time for one a token
@@ -72,7 +74,9 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
             x = tl.where(kept, scaled, float("-inf"))
             if tl.max(x, 0) > float("-inf"):  # filters leave nothing of most parts, which need no noise
                 ids = column if ids_ptr is None else load_where(ids_ptr + column, inside)
-                x += _gumbel(tl.load(seeds_ptr + row), ids)
+                if accepted_ptr is not None:
+                    place += tl.load(accepted_ptr + owner)
+                x += _gumbel(tl.load(seeds_ptr + owner * seed_stride + tl.minimum(place, last)), ids)
     # Of equal logits the lowest id, inside a part and among parts, so that the result does not depend on the parts.
     best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     to = row * tl.num_programs(1) + part
@@ -107,24 +111,29 @@ def launch_greedy(
     logits: Tensor,
     target_ids: Tensor | None = None,
     mapped: Tensor | None = None,
-    noise: tuple[Tensor | None, ...] = (None,) * 5,
+    noise: tuple[Tensor | None, ...] = (None,) * 6,
+    step: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """logits [T >= 1, V], columns side by side -> [R] int64, R = T without an index.
+    """logits [T >= 1, V], columns side by side -> [R] int64, R = T without an index; into: where they are written.
 
     mapped: [R] int64 of any stride, gets the same ids, or target_ids [V] of them. noise: an index [R] or None, and
-        temperature [J], min_p [J], stats [R, 4] and seeds [R], see `draw_keyed`.
+        temperature [J], min_p [J], stats [R, 4], seeds [J, columns] and num_accepted [J] or None, see `draw_keyed`.
     """
-    _, temperature, _, _, seeds = noise
-    rows, vocab = len(logits if seeds is None else seeds), logits.shape[1]
-    per = 1 if temperature is None else rows // len(temperature)
+    index, temperature, _, _, seeds, _ = noise
+    rows, vocab = len(logits if index is None else index), logits.shape[1]
+    per, last, seed_stride = 1, 0, 0
+    if temperature is not None and seeds is not None:
+        per, last, seed_stride = rows // len(temperature), seeds.shape[1] - 1, seeds.stride(0)
     parts, options = triton.cdiv(vocab, _PART), dependent_launch(logits.device)
     best = logits.new_empty(rows, parts, dtype=torch.float32)
     place = logits.new_empty(rows, parts, dtype=torch.int32)
-    out = logits.new_empty(rows, dtype=torch.int64)
+    out = logits.new_empty(rows, dtype=torch.int64) if into is None else into
     with CompiledAtOnce():  # tokens are indices
         _parts_kernel[(rows, parts)](
-            logits, best, place, *noise, target_ids, per, vocab, logits.stride(0), PART=_PART, num_warps=8, **options
-        )
+            logits, best, place, *noise, target_ids, per, step, last, seed_stride, vocab, logits.stride(0), PART=_PART,
+            num_warps=8, **options,
+        )  # fmt: skip
         _best_kernel[(rows,)](
             best, place, out, mapped, target_ids, parts, 0 if mapped is None else mapped.stride(0),
             MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options,

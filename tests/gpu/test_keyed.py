@@ -31,7 +31,7 @@ def draws(logits: torch.Tensor, positions: np.ndarray, sample: int = 0, **own: f
     found = []
     for piece in seeds.split(16_384):
         index = torch.zeros(len(piece), dtype=torch.int64, device=CUDA)
-        found.append(draw_keyed(logits, logits.argmax(1), on_gpu(len(piece), **own), piece, index=index))
+        found.append(draw_keyed(logits, logits.argmax(1), on_gpu(len(piece), **own), piece[:, None], index=index))
     return torch.cat(found)
 
 
@@ -86,12 +86,12 @@ def test_the_kernel_draws_as_torch_does(own: dict[str, float], dtype: torch.dtyp
     """But for scores that are nearly equal; the same bits in any company."""
     torch.manual_seed(1)
     logits, seeds = 3 * torch.randn(64, VOCAB, device=CUDA).to(dtype), torch.randint(2**62, (64,), device=CUDA)
-    found = draw_keyed(logits, logits.float().argmax(1), on_gpu(64, **own), seeds)
+    found = draw_keyed(logits, logits.float().argmax(1), on_gpu(64, **own), seeds[:, None])
     scores = perturbed(logits, on_gpu(64, **own), seeds)
     behind = scores.amax(1) - scores.gather(1, found[:, None])[:, 0]
     assert float(behind.max()) < 1e-4 and int((behind > 0).sum()) <= 1
     for rows in (1, 7):
-        alone = draw_keyed(logits[:rows], logits[:rows].float().argmax(1), on_gpu(rows, **own), seeds[:rows])
+        alone = draw_keyed(logits[:rows], logits[:rows].float().argmax(1), on_gpu(rows, **own), seeds[:rows, None])
         assert torch.equal(alone, found[:rows])
 
 

@@ -117,24 +117,39 @@ def test_keyed_draws_are_the_arg_max_with_noise(mapped: bool) -> None:
     """Of rows in any order, several of a request, with a NaN and a banned token; of a greedy row the arg max."""
     width, params = 3, parameters(KINDS)
     index = torch.randperm(40)[: width * len(KINDS)]
-    logits, seeds = torch.randn(40, VOCAB) * 2, torch.randint(-(2**62), 2**62, (len(index), 2))[:, 1]
+    logits, wide = torch.randn(40, VOCAB) * 2, torch.randint(-(2**62), 2**62, (len(KINDS), width + 2))
+    columns, seeds = wide[:, : width + 1], wide[:, :width].flatten()
     logits[:, 7] = BANNED
     tokens = torch.randperm(5 * VOCAB)[:VOCAB].sort().values if mapped else None
     out = torch.full((len(index), 2), -7)
     owner = torch.arange(len(KINDS)).repeat_interleave(width)
     right = perturbed(logits[index], params.rows(owner), seeds, tokens).argmax(1)
     given = {"index": index, "target_ids": tokens, "out": out[:, 1]}
-    assert torch.equal(draw_keyed(logits, logits.argmax(1), params, seeds, **given), right)
+    assert torch.equal(draw_keyed(logits, logits.argmax(1), params, columns, **given), right)
     assert torch.equal(out[:, 1], right if tokens is None else tokens[right]) and bool((out[:, 0] == -7).all())
     assert bool((right != logits[index].argmax(1)).any())
     logits[:, 7] = torch.nan  # of the first two requests, which are sampled
-    found = draw_keyed(logits, logits.nan_to_num(-9).argmax(1), params, seeds, index=index)
+    found = draw_keyed(logits, logits.nan_to_num(-9).argmax(1), params, columns, index=index)
     right = perturbed(logits[index].nan_to_num(BANNED), params.rows(owner), seeds).argmax(1)
     assert torch.equal(found[: 2 * width], right[: 2 * width])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_keyed_drafts_take_the_noise_of_their_positions(slots: int) -> None:
+    """After the accepted drafts of their rows, the last column's where there are no more; ids are replaced in place."""
+    rows = len(KINDS)
+    logits, seeds = torch.randn(rows * slots, VOCAB) * 2, torch.randint(2**62, (rows, 5))
+    accepted, step = torch.tensor([0, 1, 2, 3, 4, 0]), 2
+    owner, place = torch.arange(rows).repeat_interleave(slots), torch.arange(slots).repeat(rows)
+    own = seeds[owner, (accepted[owner] + step + place).clamp(max=4)]
+    right = perturbed(logits, parameters(KINDS).rows(owner), own).argmax(1)
+    ids = logits.argmax(1)
+    found = draw_keyed(logits, ids, parameters(KINDS), seeds, num_accepted=accepted, step=step, into=ids)
+    assert found is ids and torch.equal(ids, right) and bool((right != logits.argmax(1)).any())
 
 
 def test_noise_of_the_kernel_is_that_of_every_seed() -> None:
     """Flat rows: the winner's noise is near the largest there can be, where a small w must keep its bits."""
     seeds, logits = torch.arange(40), torch.zeros(40, VOCAB)
-    found = draw_keyed(logits, logits.argmax(1), parameters([NONE] * 40), seeds)
+    found = draw_keyed(logits, logits.argmax(1), parameters([NONE] * 40), seeds[:, None])
     assert torch.equal(found, perturbed(logits, parameters([NONE] * 40), seeds).argmax(1))
