@@ -188,14 +188,16 @@ class OtherReading:
 
     Attributes:
         name: the difference, for messages. field: the name of the differing field in the head's report.
-        cause: why the files were probably read otherwise. overrides: the `head_overrides` that choose this reading.
+        cause: why the files were probably read otherwise.
+        overrides: the `head_overrides` that choose this reading; with `in_config` keys of config.json.
     """
 
     name: str
     field: str
     cause: str
     overrides: Mapping[str, Any]
-    head: ChainHead
+    head: Head
+    in_config: bool = False
 
 
 TrainedHead = TypeVar("TrainedHead", bound=Any)

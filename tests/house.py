@@ -153,6 +153,8 @@ def single_heirs(root: Path) -> list[str]:
                 made.update(map(_base, [node.func, *given]))  # who is given a class makes instances of it
             elif isinstance(node, ast.Assign) and any(_base(target) == "__class__" for target in node.targets):
                 made.add(_base(node.value))
+            elif isinstance(node, ast.IfExp):
+                made.update(map(_base, (node.body, node.orelse)))  # as the class of a new EAGLE head
             elif isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
                 made.update(map(_base, node.value.elts))  # as the pair of classes by which handoff moves requests
             elif isinstance(node, ast.Dict):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attention.errors import InvalidInputError
-from drafters.base import LazyFacts, Recipe
+from drafters.base import FINAL_NORM, Head, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.tensor_files import CheckpointPath, locate, read_json
 from drafters.eagle3.formats import target_named_by
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from drafters.block.head import BlockParallelHead
     from drafters.block.spec import BlockSpec
+    from drafters.eagle3.family import Change
 
 _MOST_RANK = 256
 """The rank of released Markov heads, of targets whose width is 2048 and more."""
@@ -48,6 +49,35 @@ def target_of(path: CheckpointPath) -> str | None:
 def not_exportable(path: CheckpointPath) -> str | None:
     """Why it is not written in a layout of EAGLE heads; `export_block` writes its own."""
     return "it is a block-parallel head: give --layout z-lab or speculators, and --target"
+
+
+def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
+    """A block-parallel head in the other layout, and with all aux layers one later or earlier; () of any other head.
+
+    The variants share its tensors.
+    """
+    from drafters.block.head import BlockParallelHead
+    from drafters.eagle3.family import readings_of
+
+    if not isinstance(head, BlockParallelHead):
+        return ()
+    return readings_of(head, _changes(head.spec, num_layers, str(head.checkpoint_report)), in_config=True)
+
+
+def _changes(spec: BlockSpec, num_layers: int, report: str) -> Iterator[Change]:
+    """As those of EAGLE heads, with keys of config.json."""
+    from drafters.eagle3.family import all_moved
+
+    key, slots = "sample_from_anchor", "anchor-first" if spec.slots == "fill-in" else "fill-in"
+    if spec.block_size > 1:
+        cause = f"{key} is absent or wrong, and readers differ in its default"
+        yield f"{slots} slots", "slots", slots, {key: slots == "anchor-first"}, cause
+    key = "aux_hidden_state_layer_ids"
+    key, first, last = (key, 0, num_layers) if key in report else ("target_layer_ids", 1, FINAL_NORM)
+    for name, moved, cause in all_moved(tuple(b % (num_layers + 1) for b in spec.aux_layers)):  # -1, FINAL_NORM, as N
+        if moved[0] >= 0 and moved[-1] <= num_layers:
+            layers = tuple(last if b == num_layers else b for b in moved)
+            yield name, "aux_layers", layers, {key: [b - first for b in moved]}, cause
 
 
 def recipe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import gcd
@@ -29,6 +29,9 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.rope import RopeSpec
+
+Change = tuple[str, str, Any, dict[str, Any], str]
+"""Its name, the field of the spec, its other value, the `overrides` of the reading, and the cause."""
 
 
 def load_head(path: CheckpointPath, model: PreTrainedModel, facts: LazyFacts, options: FamilyOptions) -> Eagle3Head:
@@ -143,19 +146,23 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
     """
     if type(head) is not Eagle3Head:  # nor of EAGLE-1
         return ()
-    spec = head.spec
+    return readings_of(head, _changes(head.spec, num_layers, rope_theta))
+
+
+def readings_of(head: Any, changes: Iterable[Change], in_config: bool = False) -> tuple[OtherReading, ...]:
+    """A head under each change of its spec that changes anything.
+
+    head: a `drafters.eagle3.head.SharingHead`. in_config: see `OtherReading`.
+    """
     found = dict[str, OtherReading]()
-    for name, field, value, overrides, cause in _changes(spec, num_layers, rope_theta):
-        other = replace(spec, **{field: value})
-        if other != spec and str(value) not in found:
-            found[str(value)] = OtherReading(name, field, cause, overrides, head.reread(other))
+    for name, field, value, overrides, cause in changes:
+        other = replace(head.spec, **{field: value})
+        if other != head.spec and str(value) not in found:
+            found[str(value)] = OtherReading(name, field, cause, overrides, head.reread(other), in_config)
     return tuple(found.values())
 
 
-def _changes(
-    spec: Eagle3Spec, num_layers: int, rope_theta: float | None
-) -> Iterator[tuple[str, str, Any, dict[str, Any], str]]:
-    """For each change its name, the field of the spec, its other value, the `head_overrides` for it, and the cause."""
+def _changes(spec: Eagle3Spec, num_layers: int, rope_theta: float | None) -> Iterator[Change]:
     for name, layers, cause in _aux_layers(spec.aux_layers, num_layers):
         yield name, "aux_layers", layers, {"aux_layers": list(layers)}, cause
     feedback = "pre_norm" if spec.feedback == "post_norm" else "post_norm"
@@ -177,14 +184,9 @@ def _aux_layers(layers: Layers, num_layers: int) -> Iterator[tuple[str, Layers, 
     """All layers one later or earlier, the default ones, and each layer alone one later or earlier."""
     if layers == (FINAL_NORM,):
         return
-    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for aux layers"
-    numbered = (
-        "the aux layers were given as numbered here (vLLM, speculators), and taken for layers whose output is meant"
-    )
     default = (2, num_layers // 2, num_layers - 3)
     wanted = [
-        ("all aux layers one later", tuple(layer + 1 for layer in layers), outputs),
-        ("all aux layers one earlier", tuple(layer - 1 for layer in layers), numbered),
+        *all_moved(layers),
         ("the default aux layers", default, "the head was trained on the default aux layers, 2, N//2, N-3"),
     ]
     for place, layer in enumerate(layers):
@@ -195,3 +197,13 @@ def _aux_layers(layers: Layers, num_layers: int) -> Iterator[tuple[str, Layers, 
         ascending = all(a < b for a, b in pairwise(other))
         if len(other) == len(layers) and ascending and other[0] >= 0 and other[-1] <= num_layers:
             yield name, other, cause
+
+
+def all_moved(layers: Layers) -> Iterator[tuple[str, Layers, str]]:
+    """All aux layers one later, and one earlier, each with its name and the likely cause."""
+    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for aux layers"
+    numbered = (
+        "the aux layers were given as numbered here (vLLM, speculators), and taken for layers whose output is meant"
+    )
+    yield "all aux layers one later", tuple(layer + 1 for layer in layers), outputs
+    yield "all aux layers one earlier", tuple(layer - 1 for layer in layers), numbered

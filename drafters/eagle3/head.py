@@ -6,6 +6,7 @@ Plain layers, and what a head shares with its target, are other families' too.
 from __future__ import annotations
 
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -214,16 +215,7 @@ class SharingHead(nn.Module):
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
         return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
 
-
-class Eagle3Head(SharingHead):
-    """An EAGLE-3 head; satisfies `drafters.base.Head` and `drafters.checkpoints.config_fields.Reported`.
-
-    Parameters carry the checkpoint's names.
-    """
-
-    spec: Eagle3Spec
-
-    def reread(self, spec: Eagle3Spec, embedding: Tensor | None = None) -> Eagle3Head:
+    def reread(self, spec: LayerSpec, embedding: Tensor | None = None) -> Self:
         """This head's own tensors under another spec of the same shapes; nothing is copied.
 
         embedding: [V, H] of the target, to share in place of the head's.
@@ -234,9 +226,18 @@ class Eagle3Head(SharingHead):
         else:
             state.pop("embed_tokens.weight", None)
         # On "meta" no memory is allocated, and assign=True puts this head's tensors in place of the meta ones.
-        other = Eagle3Head(spec, embedding, self.target_lm_head, offsets_of(self.target_ids), torch.device("meta"))
+        other = type(self)(spec, embedding, self.target_lm_head, offsets_of(self.target_ids), torch.device("meta"))
         other.load_state_dict(state, assign=True)
         return other.eval().requires_grad_(False)
+
+
+class Eagle3Head(SharingHead):
+    """An EAGLE-3 head; satisfies `drafters.base.Head` and `drafters.checkpoints.config_fields.Reported`.
+
+    Parameters carry the checkpoint's names.
+    """
+
+    spec: Eagle3Spec
 
     def build_modules(self) -> None:
         """Make the modules of the checkpoint."""

@@ -12,9 +12,10 @@ from rich.table import Table
 from drafters.checkpoints.config_fields import HeadReport
 from specdec.requests.request import Completion
 from specdec.requests.stats import AcceptanceStats, pool_requests
-from specdec.values import Fields, Json, listed, ratio, size
+from specdec.values import Json, listed, ratio, size
 
 if TYPE_CHECKING:
+    from drafters.base import OtherReading
     from specdec.extensions.head_check.check import Agreement, Tried
 
 
@@ -224,7 +225,7 @@ def agreement_lines(agreement: Agreement) -> list[str]:
             f"each position: τ = {best.stats.tau:.2f}"
         )
         lines.append(f"likely cause: {agreement.cause}")
-        lines.append(f"give {as_options(best.reading.overrides)}")
+        lines.append(as_advice(best.reading))
     else:
         lines.append(agreement.cause)
         if agreement.tried and agreement.tried[0].gain > agreement.tried[0].error:
@@ -235,7 +236,9 @@ def agreement_lines(agreement: Agreement) -> list[str]:
 _VERDICTS = {"fine": "fine", "low": "LOW", "misread": "the head is READ WRONGLY"}
 
 
-def as_options(overrides: Fields) -> str:
-    """Head overrides as options of the command line."""
-    given = {key: json.dumps(value, separators=(",", ":")) for key, value in overrides.items()}
-    return " ".join(f"--head-override {key}={value.strip(chr(34))}" for key, value in given.items())
+def as_advice(reading: OtherReading) -> str:
+    """What chooses a reading: options of the command line, or keys of config.json."""
+    given = {key: json.dumps(value, separators=(",", ":")) for key, value in reading.overrides.items()}
+    if reading.in_config:
+        return "in the head's config.json, set " + ", ".join(f"{key} to {value}" for key, value in given.items())
+    return "give " + " ".join(f"--head-override {key}={value.strip(chr(34))}" for key, value in given.items())

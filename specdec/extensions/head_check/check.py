@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from drafters.base import ChainHead, OtherReading
+from drafters.base import OtherReading
 from drafters.checkpoints.config_fields import Reported
 from drafters.families import FAMILIES
 from drafters.unroll import Gain
@@ -60,7 +60,7 @@ class Tried:
         """Numbers as they are."""
         return {
             "reading": self.reading.name,
-            "head_overrides": dict(self.reading.overrides),
+            "config" if self.reading.in_config else "head_overrides": dict(self.reading.overrides),
             "gain": self.gain,
             "error": self.error,
             **_numbers(self.stats),
@@ -154,12 +154,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         report = head.checkpoint_report if isinstance(head, Reported) else None
         sources = {} if report is None else {field.name: field.source for field in report.fields}
         cause += f" ({best.reading.field}: {sources[best.reading.field]})" if best.reading.field in sources else ""
-    elif (
-        own is not None
-        and isinstance(head, ChainHead)
-        and verdict == "low"
-        and (found := check_map(head, passages, states)).is_wrong
-    ):
+    elif own is not None and verdict == "low" and (found := check_map(head, passages, states)).is_wrong:
         cause = found.cause
     return Agreement(len(done), tokens, rounds, None if own is None else own.stats, tried, best, verdict, cause)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from drafters.base import ChainHead, Head
+from drafters.base import BlockHead, ChainHead, Head
+from drafters.training.blocks import block_outputs
 from drafters.unroll import Gain, unroll
 from specdec.acceptance.accept import accept_greedy
 from specdec.requests.request import Completion
@@ -95,42 +95,51 @@ class Chains:
         return pool(RoundRecord(drafted, accepted, accepted + 1) for drafted, accepted in pairs)
 
 
-def runs_in_chains(head: Head) -> TypeGuard[ChainHead]:
-    """Whether the training-time test can run a head: one that reads its own output, and its attention."""
-    return isinstance(head, ChainHead) and not any(k.features for k in head.attention_specs)
+def runs_in_chains(head: Head) -> bool:
+    """Whether the drafts from all positions can be made at once: of a head that drafts blocks, or that reads its own
+    output, if the training-time test has its attention."""
+    return isinstance(head, BlockHead) or (
+        isinstance(head, ChainHead) and not any(k.features for k in head.attention_specs)
+    )
 
 
 @torch.no_grad()
-def chains(head: ChainHead, passages: Sequence[Passage], states: Iterable[States], num_drafts: int) -> Chains:
+def chains(head: Head, passages: Sequence[Passage], states: Iterable[States], num_drafts: int) -> Chains:
     """Draft from every position of every answer.
 
     Args:
         states: of each passage; the head's aux layers are among them.
-        num_drafts: K, at least 1; fewer where the answer ends.
+        num_drafts: K, at least 1; fewer where the answer or the head's block ends.
     """
     found = [_chains_of(head, passage, of, num_drafts) for passage, of in zip(passages, states, strict=True)]
     return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
 
 
-def _chains_of(head: ChainHead, passage: Passage, states: States, num_drafts: int) -> Chains:
-    ids = passage.token_ids
-    rows, draft_ids = _draft_ids(head, passage, states, num_drafts)
-    drafted = (len(ids) - 2 - rows).clamp(max=num_drafts)
-    places = rows[:, None] + torch.arange(2, num_drafts + 3, device=ids.device)  # [C, K + 1]
-    wanted = ids[places.clamp(max=len(ids) - 1)]  # past the end nothing is drafted
+def _chains_of(head: Head, passage: Passage, states: States, num_drafts: int) -> Chains:
+    rows, draft_ids, wanted = _draft_ids(head, passage, states, num_drafts)
+    drafted = (len(passage.token_ids) - 2 - rows).clamp(max=draft_ids.shape[1])
     return Chains(drafted, accept_greedy(head.to_target_ids(draft_ids), drafted, wanted).num_accepted)
 
 
-def _draft_ids(head: ChainHead, passage: Passage, states: States, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """The rows [C] of an answer that draft, and what each drafts [C, K].
+def _draft_ids(head: Head, passage: Passage, states: States, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows [C] of an answer that draft, what each drafts [C, K], and the answer's tokens from there [C, K + 1].
 
-    Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on.
+    Row p has the target's state at p and the token at p + 1, the bonus token of a round; it drafts from p + 2 on. Past
+    the end nothing is drafted. K is at most what a block has.
     """
     ids = passage.token_ids
-    aux_hidden_states = torch.cat([states[layer] for layer in head.aux_layers], dim=-1)
+    aux_hidden_states = torch.cat([states[layer] for layer in head.aux_layers], dim=-1)[None]
     rows = torch.arange(passage.start - 1, max(len(ids) - 2, passage.start - 1), device=ids.device)
-    outputs = unroll(head, ids[None], aux_hidden_states[None], num_drafts)
-    return rows, torch.stack([head.logits(x[rows]).argmax(-1) for x in outputs], dim=1)
+    if isinstance(head, BlockHead):
+        num_drafts = min(num_drafts, head.block_size - head.first_slot)
+    places = rows[:, None] + torch.arange(2, num_drafts + 3, device=ids.device)  # [C, K + 1]
+    wanted = ids[places.clamp(max=len(ids) - 1)]
+    if isinstance(head, BlockHead):
+        logits = block_outputs(head, ids[None], aux_hidden_states, rows[None] + 1, wanted[None, :, :-1])[1][0]
+        return rows, logits.argmax(-1), wanted
+    assert isinstance(head, ChainHead)
+    outputs = unroll(head, ids[None], aux_hidden_states, num_drafts)
+    return rows, torch.stack([head.logits(x[rows]).argmax(-1) for x in outputs], dim=1), wanted
 
 
 _RIGHT = 0.25
@@ -173,7 +182,7 @@ class MapCheck:
 
 
 @torch.no_grad()
-def check_map(head: ChainHead, passages: Sequence[Passage], states: Iterable[States]) -> MapCheck:
+def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States]) -> MapCheck:
     """Compare a head's vocabulary map with one learnt from answers.
 
     Args:
@@ -195,10 +204,10 @@ def check_map(head: ChainHead, passages: Sequence[Passage], states: Iterable[Sta
     return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
 
 
-def _first_drafts(head: ChainHead, passage: Passage, states: States) -> list[tuple[int, int]]:
+def _first_drafts(head: Head, passage: Passage, states: States) -> list[tuple[int, int]]:
     """(draft id of the first draft, the target's own token) at each position of an answer."""
-    rows, draft_ids = _draft_ids(head, passage, states, 1)
-    return list(zip(draft_ids[:, 0].tolist(), passage.token_ids[rows + 2].tolist(), strict=True))
+    _, draft_ids, wanted = _draft_ids(head, passage, states, 1)
+    return list(zip(draft_ids[:, 0].tolist(), wanted[:, 0].tolist(), strict=True))
 
 
 def _learnt(pairs: Pairs) -> dict[int, int]:
