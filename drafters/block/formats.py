@@ -1,7 +1,8 @@
 """config.json of block-parallel heads, by exporter, as a BlockSpec: a key that changes arithmetic is read or refused.
 
 Source: z-lab/dflash, dflash/model.py (DFlashDraftModel); deepseek-ai/DeepSpec, deepspec/modeling/dspark/qwen3;
-vllm-project/speculators 0.9.0, speculators/models/{dflash,dspark,dflash2}; transformers, muse_glimmer_assistant.
+vllm-project/speculators 0.9.0, speculators/models/{dflash,dspark,dflash2}; sgl-project/SpecForge; transformers,
+muse_glimmer_assistant.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class BlockFormat:
     """What the class of one exporter does where config.json does not say.
 
     Attributes:
-        name: used in reports. slots: see `BlockSpec`.
+        name: used in reports. slots: see `BlockSpec`; None where the flag has to say.
         causal_windows: layers with a window are causal.
         sizes: keys that its heads alone have, fields of `BlockSpec`: of convolutions and a selector.
         inclusive: a window of W reaches |i - j| = W.
     """
 
     name: str
-    slots: str
+    slots: str | None
     causal_windows: bool
     sizes: tuple[str, ...] = ()
     inclusive: bool = False
@@ -70,6 +71,7 @@ class BlockFormat:
 
 FORMATS: Mapping[str, BlockFormat] = {
     "DFlashDraftModel": BlockFormat("DFlash, z-lab/SpecForge", "fill-in", causal_windows=True),
+    "DSparkDraftModel": BlockFormat("DSpark, SpecForge", None, causal_windows=True),
     "DFlash2DraftModel": BlockFormat("DFlash2, z-lab", "fill-in", causal_windows=True, sizes=REFINED),
     "Qwen3DSparkModel": BlockFormat("DSpark, DeepSpec", "anchor-first", causal_windows=False),
     "MuseGlimmerAssistantModel": BlockFormat("DFlash, transformers", "fill-in", causal_windows=False, inclusive=True),
@@ -171,7 +173,8 @@ def resolve_block(config: Config, shapes: Shapes, target: TargetFacts) -> tuple[
 
 def _unread(config: Config, written: BlockFormat) -> ResolvedFields:
     """The keys that decide nothing. Raises HeadLoadError: there are others."""
-    fields = unread_fields(config, {*_READ, *_OF_TRAINING, *written.sizes}, layers_are_chosen=True)
+    kind = ("projector_type",) if lookup(config, "projector_type") == "dspark" else ()  # its tensors show what it has
+    fields = unread_fields(config, {*_READ, *_OF_TRAINING, *written.sizes, *kind}, layers_are_chosen=True)
     for field in fields:
         if field.name == UNKNOWN:
             raise HeadLoadError(
@@ -245,12 +248,12 @@ def _slots(config: Config, written: BlockFormat) -> ResolvedField:
     """Which token a slot predicts: by the flag, else by the class.
 
     Raises:
-        HeadLoadError: a DFlash class with a Markov head and no flag: it is written for both.
+        HeadLoadError: no flag, and SpecForge's DSpark or a DFlash class with a Markov head: it is written for both.
     """
     if lookup(config, "sample_from_anchor") is not None:
         flag = read(config, "sample_from_anchor", bool)
         return ResolvedField("slots", "anchor-first" if flag.value else "fill-in", flag.source)
-    if written.slots == "fill-in" and lookup(config, "markov_rank"):
+    if written.slots is None or (written.slots == "fill-in" and lookup(config, "markov_rank")):
         raise HeadLoadError(
             f"a head of {written.name} with a Markov head: whether slot 0 predicts a token is not known of it; set "
             "sample_from_anchor in config.json, true (as DSpark) or false (as DFlash)"

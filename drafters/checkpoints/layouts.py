@@ -34,6 +34,7 @@ class Layout(Enum):
     DSPARK = "DSpark (dspark_config)"
     DFLASH2 = "DFlash2 (a selector and convolutions over the block)"
     LAGUNA = "Laguna's DFlash (gated layers)"
+    JETSPEC = "JetSpec"
     LILICORR = "LiLiCorr"
     FLASHMAP = "FlashMap"
     HSPEC = "H-Spec"

@@ -151,6 +151,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "shape of candidate",
     ),
     "Laguna": ("dflash", {"architectures": ["LagunaDFlashModel"]}, "layout is Laguna's DFlash"),
+    "JetSpec": ("dflash", {"architectures": ["JetSpecDraftModel"]}, "layout is JetSpec.*not supported: take"),
     "LiLiCorr": ("dflash", {"architectures": ["LiLiCorrDraftModel"]}, "layout is LiLiCorr"),
     "FlashMap": ("dflash", {"architectures": ["FlashMapDraftModel"]}, "layout is FlashMap"),
     "H-Spec": ("dflash", {"architectures": ["HSpecDraftModel"]}, "layout is H-Spec"),

@@ -114,15 +114,26 @@ def test_deepspecs_heads_of_qwen3_8b() -> None:
     assert tensors(resolved(plain, *OWN)) == 60
 
 
+@pytest.mark.parametrize("name", ["DSparkDraftModel", "DFlashDraftModel"])
+@pytest.mark.parametrize("flag", [True, False])
+def test_specforges_dspark_has_the_keys_of_deepspec_in_an_object(name: str, flag: bool) -> None:
+    """What a slot predicts is no part of them."""
+    keys = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    own = {key: DEEPSPEC[key] for key in keys} | {"projector_type": "dspark", "sample_from_anchor": flag}
+    config = ZLAB | {"architectures": [name], "block_size": 7, "dflash_config": ZLAB["dflash_config"] | own}
+    right = resolved(DEEPSPEC | {"sample_from_anchor": flag}, *MARKOV)
+    assert resolved(config, *MARKOV) == right and right.markov_rank == 256
+
+
 def test_layers_that_are_not_named_are_spread_evenly() -> None:
     config = ZLAB | {"dflash_config": {"mask_token_id": 151669}}
     assert resolved(config).aux_layers == (2, 10, 18, 26, 34)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "SpecForge's DSpark": (
-        {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 256}},
-        r"\['DSparkDraftModel'\]: of block-parallel heads DFlashDraftModel, DFlash2DraftModel, Qwen3DSparkModel, ",
+    "SpecForge's DSpark without the flag": (
+        {"architectures": ["DSparkDraftModel"], "dflash_config": {**ZLAB["dflash_config"], "projector_type": "dspark"}},
+        "DSpark, SpecForge .*slot 0 predicts a token is not known of it; set sample_from_anchor in config.json, true",
     ),
     "Domino": (
         {"emb_dim": 256, "dflash_config": {**ZLAB["dflash_config"], "projector_type": "domino", "shift_label": True}},
