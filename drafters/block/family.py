@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from drafters.block.spec import BlockSpec
     from drafters.eagle3.family import Change
 
+_COUNTED = "aux_hidden_state_layer_ids"
 _MOST_RANK = 256
 """The rank of released Markov heads, of targets whose width is 2048 and more."""
 
@@ -52,7 +53,7 @@ def not_exportable(path: CheckpointPath) -> str | None:
 
 
 def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tuple[OtherReading, ...]:
-    """A block-parallel head in the other layout, and with all aux layers one later or earlier; () of any other head.
+    """A block-parallel head in the other layout, and with other aux layers as an EAGLE head; () of any other head.
 
     The variants share its tensors.
     """
@@ -66,18 +67,20 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
 
 def _changes(spec: BlockSpec, num_layers: int, report: str) -> Iterator[Change]:
     """As those of EAGLE heads, with keys of config.json."""
-    from drafters.eagle3.family import all_moved
+    from drafters.eagle3.family import other_aux_layers
 
-    key, slots = "sample_from_anchor", "anchor-first" if spec.slots == "fill-in" else "fill-in"
+    is_other = spec.slots == "fill-in"
     if spec.block_size > 1:
-        cause = f"{key} is absent or wrong, and readers differ in its default"
-        yield f"{slots} slots", "slots", slots, {key: slots == "anchor-first"}, cause
-    key = "aux_hidden_state_layer_ids"
-    key, first, last = (key, 0, num_layers) if key in report else ("target_layer_ids", 1, FINAL_NORM)
-    for name, moved, cause in all_moved(tuple(b % (num_layers + 1) for b in spec.aux_layers)):  # -1, FINAL_NORM, as N
-        if moved[0] >= 0 and moved[-1] <= num_layers:
-            layers = tuple(last if b == num_layers else b for b in moved)
-            yield name, "aux_layers", layers, {key: [b - first for b in moved]}, cause
+        slots = "anchor-first" if is_other else "fill-in"
+        cause = "sample_from_anchor is absent or wrong, and readers differ in its default"
+        yield f"{slots} slots", "slots", slots, {"sample_from_anchor": is_other}, cause
+    key, first, last = "target_layer_ids", 1, FINAL_NORM
+    if _COUNTED in report:
+        key, first, last = _COUNTED, 0, num_layers
+    layers = tuple(b % (num_layers + 1) for b in spec.aux_layers)  # -1, FINAL_NORM, is N
+    for name, moved, cause in other_aux_layers(layers, num_layers):
+        own = tuple(last if b == num_layers else b for b in moved)
+        yield name, "aux_layers", own, {key: [b - first for b in moved]}, cause
 
 
 def recipe(

@@ -163,7 +163,7 @@ def readings_of(head: Any, changes: Iterable[Change], in_config: bool = False) -
 
 
 def _changes(spec: Eagle3Spec, num_layers: int, rope_theta: float | None) -> Iterator[Change]:
-    for name, layers, cause in _aux_layers(spec.aux_layers, num_layers):
+    for name, layers, cause in other_aux_layers(spec.aux_layers, num_layers):
         yield name, "aux_layers", layers, {"aux_layers": list(layers)}, cause
     feedback = "pre_norm" if spec.feedback == "post_norm" else "post_norm"
     cause = "norm_output says otherwise than the head was trained" + (
@@ -180,13 +180,18 @@ def _changes(spec: Eagle3Spec, num_layers: int, rope_theta: float | None) -> Ite
         yield f"rope_theta {rope_theta:g}", "rope", replace(spec.rope, theta=rope_theta), overrides, cause
 
 
-def _aux_layers(layers: Layers, num_layers: int) -> Iterator[tuple[str, Layers, str]]:
+def other_aux_layers(layers: Layers, num_layers: int) -> Iterator[tuple[str, Layers, str]]:
     """All layers one later or earlier, the default ones, and each layer alone one later or earlier."""
     if layers == (FINAL_NORM,):
         return
+    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for aux layers"
+    numbered = (
+        "the aux layers were given as numbered here (vLLM, speculators), and taken for layers whose output is meant"
+    )
     default = (2, num_layers // 2, num_layers - 3)
     wanted = [
-        *all_moved(layers),
+        ("all aux layers one later", tuple(layer + 1 for layer in layers), outputs),
+        ("all aux layers one earlier", tuple(layer - 1 for layer in layers), numbered),
         ("the default aux layers", default, "the head was trained on the default aux layers, 2, N//2, N-3"),
     ]
     for place, layer in enumerate(layers):
@@ -197,13 +202,3 @@ def _aux_layers(layers: Layers, num_layers: int) -> Iterator[tuple[str, Layers, 
         ascending = all(a < b for a, b in pairwise(other))
         if len(other) == len(layers) and ascending and other[0] >= 0 and other[-1] <= num_layers:
             yield name, other, cause
-
-
-def all_moved(layers: Layers) -> Iterator[tuple[str, Layers, str]]:
-    """All aux layers one later, and one earlier, each with its name and the likely cause."""
-    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for aux layers"
-    numbered = (
-        "the aux layers were given as numbered here (vLLM, speculators), and taken for layers whose output is meant"
-    )
-    yield "all aux layers one later", tuple(layer + 1 for layer in layers), outputs
-    yield "all aux layers one earlier", tuple(layer - 1 for layer in layers), numbered

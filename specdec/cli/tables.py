@@ -238,7 +238,7 @@ _VERDICTS = {"fine": "fine", "low": "LOW", "misread": "the head is READ WRONGLY"
 
 def as_advice(reading: OtherReading) -> str:
     """What chooses a reading: options of the command line, or keys of config.json."""
-    given = {key: json.dumps(value, separators=(",", ":")) for key, value in reading.overrides.items()}
     if reading.in_config:
-        return "in the head's config.json, set " + ", ".join(f"{key} to {value}" for key, value in given.items())
+        return f"in the head's config.json, set {json.dumps(reading.overrides)[1:-1]}"
+    given = {key: json.dumps(value, separators=(",", ":")) for key, value in reading.overrides.items()}
     return "give " + " ".join(f"--head-override {key}={value.strip(chr(34))}" for key, value in given.items())
