@@ -89,7 +89,8 @@ def export_block(
 ) -> Path:
     """Write a head in another project's layout, without copies of its target's tensors; returns the folder.
 
-    The files are resolved again before they are written, which shows what the layout has no place for.
+    The files are resolved again before they are written, which shows what the layout has no place for. Temperatures of
+    a confidence head, a key of ours, are left out.
 
     Args:
         layout: "z-lab", which SGLang reads, too, or "speculators", which vLLM reads.
@@ -102,7 +103,9 @@ def export_block(
     for name, theirs in ((EMBEDDING, target.embedding), (LM_HEAD, target.lm_head)):
         if name in weights and torch.equal(weights[name], theirs[: head.spec.vocab_size].to(stored)):
             del weights[name]
-    spec = replace(head.spec, own_embed=EMBEDDING in weights, own_lm_head=LM_HEAD in weights)
+    spec = replace(
+        head.spec, own_embed=EMBEDDING in weights, own_lm_head=LM_HEAD in weights, confidence_temperatures=()
+    )
     is_whole, is_speculators = spec.draft_vocab_size == spec.vocab_size, layout == "speculators"
     config = _speculators_config(spec, verifier) if is_speculators else config_of(spec, target.num_layers, 0)
     try:
@@ -137,6 +140,7 @@ def config_of(spec: BlockSpec, num_target_layers: int, num_anchors: int) -> Json
     }
     if _is_deepspec(spec):
         name, own = "Qwen3DSparkModel", {**own, "num_anchors": num_anchors, **_chain(spec)}
+        own["confidence_temperatures"] = spec.confidence_temperatures or None
     else:
         name = "DFlash2DraftModel" if spec.selector_rank else "DFlashDraftModel"
         own = {"dflash_config": {**own, **scales, **_refinements(spec)}}

@@ -8,7 +8,7 @@ muse_glimmer_assistant.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from drafters.base import FINAL_NORM, Layers, TargetFacts
@@ -45,6 +45,7 @@ _READ = {
     *("layer_types", "sliding_window", "use_sliding_window", "is_causal", "sliding_attention_causal"),
     *("block_size", "mask_token_id", _AUX, _AUX_COUNTED, "use_aux_hidden_state", "sample_from_anchor", _NON_CAUSAL),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    "confidence_temperatures",
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
 _OF_TRAINING = {"num_anchors", "max_anchors"}
@@ -163,7 +164,7 @@ def resolve_block(config: Config, shapes: Shapes, target: TargetFacts) -> tuple[
         _slots(config, written),
         *_markov(config, shapes),
         *(read(config, key, int) for key in written.sizes),
-        _confidence(config, shapes),
+        *_confidence(config, shapes),
         read(config, "embedding_scale", float, "input_embedding_scale", default=1.0),
         read(config, "logit_scale", float, "output_multiplier", default=1.0),
         _softcap(config),
@@ -253,7 +254,7 @@ def _slots(config: Config, written: BlockFormat) -> ResolvedField:
     if lookup(config, "sample_from_anchor") is not None:
         flag = read(config, "sample_from_anchor", bool)
         return ResolvedField("slots", "anchor-first" if flag.value else "fill-in", flag.source)
-    if written.slots is None or (written.slots == "fill-in" and lookup(config, "markov_rank")):
+    if not written.slots or (written.slots == "fill-in" and lookup(config, "markov_rank")):
         raise HeadLoadError(
             f"a head of {written.name} with a Markov head: whether slot 0 predicts a token is not known of it; set "
             "sample_from_anchor in config.json, true (as DSpark) or false (as DFlash)"
@@ -269,12 +270,13 @@ def _markov(config: Config, shapes: Shapes) -> list[ResolvedField]:
     return [rank, read(config, "markov", str, "markov_head_type", default="vanilla")]
 
 
-def _confidence(config: Config, shapes: Shapes) -> ResolvedField:
-    """The confidence head's input."""
+def _confidence(config: Config, shapes: Shapes) -> ResolvedFields:
+    """The confidence head's input and temperatures; these are a key of ours."""
     found = by_presence(config, shapes, "confidence", _CONFIDENCE, "enable_confidence_head")
     tokens = read(config, "confidence_head_with_markov", bool, default=False).value
     kind = None if not found.value else "outputs and tokens" if tokens else "outputs"
-    return ResolvedField("confidence", kind, found.source)
+    given = read(config, "confidence_temperatures", list, default=[])
+    return ResolvedField("confidence", kind, found.source), replace(given, value=tuple(given.value))
 
 
 def _softcap(config: Config) -> ResolvedField:

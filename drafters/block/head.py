@@ -12,6 +12,7 @@ Source: z-lab/dflash, dflash/model.py; deepseek-ai/DeepSpec, deepspec/modeling/d
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -139,7 +140,13 @@ class BlockParallelHead(SharingHead):
         """
         if self.spec.confidence == "outputs and tokens":
             x = torch.cat((x, self.markov_head.markov_w1(previous)), -1)
-        return self.confidence_head["proj"](x)[..., 0].float()
+        odds = self.confidence_head["proj"](x)[..., 0].float()
+        own = self.spec.confidence_temperatures[self.first_slot :][: odds.shape[-1]]
+        return odds / odds.new_tensor(own) if own else odds
+
+    def calibrate(self, temperatures: tuple[float, ...]) -> None:
+        """Divide the log odds of drafts 1, 2, … by these from now on, of all drafts that a block gives."""
+        self.spec = replace(self.spec, confidence_temperatures=(1.0,) * self.first_slot + temperatures)
 
     def num_confident(self, least: float, x: Tensor, bonus: Tensor, drafts: Tensor) -> Tensor:
         """[R] int64, leading drafts of each row whose confidence is `least` or more.

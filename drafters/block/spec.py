@@ -26,6 +26,7 @@ class BlockSpec(LayerSpec):
             convolutions. conv_group_size: channels that share a correction.
         selector_rank: r of the selector, 0 without one; selector_top_k: ids of a slot that it selects from.
         confidence: input of the confidence head, see `BlockParallelHead.confidence_logits`; None without one.
+        confidence_temperatures: of each slot, by which its confidence head's log odds are divided; () where all are 1.
         embedding_scale, logit_scale, logit_softcap: factors on embeddings and logits; logits become c·tanh(logits/c).
     """
 
@@ -40,6 +41,7 @@ class BlockSpec(LayerSpec):
     selector_rank: int = 0
     selector_top_k: int = 0
     confidence: Literal["outputs", "outputs and tokens"] | None = None
+    confidence_temperatures: tuple[float, ...] = ()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -64,16 +66,24 @@ class BlockSpec(LayerSpec):
         self._check_refinements()
 
     def _check_refinements(self) -> None:
-        slots, group, rank, top_k = self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k
-        if (slots or group) and not (1 <= slots <= self.block_size and group >= 1 and self.hidden_size % group == 0):
+        reach, group, rank, top_k = self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k
+        if (reach or group) and not (1 <= reach <= self.block_size and group >= 1 and self.hidden_size % group == 0):
             raise InvalidInputError(
-                f"convolutions over {slots} slots with groups of {group} channels: allowed are conv_kernel_size 1 … "
+                f"convolutions over {reach} slots with groups of {group} channels: allowed are conv_kernel_size 1 … "
                 f"{self.block_size} and a conv_group_size that divides the hidden size {self.hidden_size}"
             )
         if self.confidence == "outputs and tokens" and not self.markov:
             raise InvalidInputError(
                 "a confidence head that reads tokens: it needs a Markov head, whose embeddings of tokens it reads; "
                 "allowed without one is 'outputs'"
+            )
+        own = self.confidence_temperatures
+        if own and not (
+            self.confidence and len(own) == self.block_size and all(type(t) is float and t > 0 for t in own)
+        ):
+            raise InvalidInputError(
+                f"confidence_temperatures={own}: allowed are {self.block_size} positive numbers (1.0, not 1), one a "
+                "slot, of a confidence head; leave them out to take its scores as they are"
             )
         alone = not self.markov and self.draft_vocab_size == self.vocab_size
         if (rank or top_k) and not (1 <= rank <= self.vocab_size and 1 <= top_k <= self.vocab_size and alone):

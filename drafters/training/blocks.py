@@ -156,7 +156,7 @@ def evaluate_blocks(
             odds = head.confidence_logits(x, batch.token_ids[rows, places - 1])
             share = 1 - distances.detach() / 2
             losses = losses + weights.confidence * F.binary_cross_entropy_with_logits(odds, share, reduction="none")
-            rated = (torch.stack((odds.detach().sigmoid(), share)) * counted).sum((1, 2))
+            rated = torch.stack((odds.detach(), share)).where(counted.bool(), torch.nan).flatten(1, 2)
     shares = decay**order * counted
     right = ((scores.argmax(-1) == wanted) * counted).cumprod(-1)
     loss = (shares * losses).sum() / shares.sum().clamp(min=1)

@@ -99,14 +99,31 @@ class BatchLoss:
 
     accepted: [steps] chains whose drafts are all right up to and including this step.
     possible: [steps] chains that reach this far inside their answer.
-    rated: [2, steps] float32 sums over these of the head's confidence in a draft, and of the probability that it is
-        accepted once those before it are; None of a head without confidence.
+    rated: [2, C, steps] float32, of each chain the head's log odds that a draft is accepted once those before it are,
+        and the probability of that; NaN behind the answer's end; None of a head without confidence.
     """
 
     loss: Tensor
     accepted: Tensor
     possible: Tensor
     rated: Tensor | None = None
+
+
+def calibration(rated: Tensor) -> tuple[tuple[float, ...], ...]:
+    """Fit a temperature for each draft by binary cross-entropy; rated: see `BatchLoss`, of any number of batches.
+
+    Returns:
+        Of draft 1, 2, … the mean confidence, the mean probability of acceptance, the mean confidence with log odds
+        divided by its temperature, and this temperature, one of 81 from 1/4 to 4.
+
+    Source: DSpark, arXiv 2607.05147 (a temperature for each position).
+    """
+    odds, share = rated
+    grid = torch.logspace(-2, 2, 81, 2.0, device=rated.device)
+    scaled = odds / grid[:, None, None]
+    best = grid[(F.softplus(scaled) - share * scaled).nanmean(1).argmin(0)]
+    means = torch.stack((odds.sigmoid(), share, (odds / best).sigmoid(), best.expand_as(odds))).nanmean(1)
+    return tuple(map(tuple, means.tolist()))
 
 
 Objective = Callable[[Any, Batch, Tensor, Tensor, int, float], BatchLoss]

@@ -98,8 +98,7 @@ class Measurement:
     """Results after `step` optimizer steps; loss: the loss on that step's batch.
 
     acceptance: share of held-out chains that are right up to and including draft 1, 2, … evaluation: result of the
-    caller's `evaluate` for the finished head. confidence: mean confidence in draft 1, 2, …, then the mean probability
-    that each is accepted once those before it are; () of a head without confidence.
+    caller's `evaluate` for the finished head. confidence: see `objective.calibration`; () of a head without confidence.
     """
 
     step: int

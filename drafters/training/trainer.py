@@ -25,6 +25,7 @@ from drafters.training.objective import (
     BatchLoss,
     Features,
     Objective,
+    calibration,
     evaluate_batch,
     held_out_batches,
     training_batches,
@@ -63,8 +64,10 @@ class TrainingDisplay(LinesOfProgress):
         pays = "" if speedup is None else f", predicted speed-up {speedup(measured.tau):.2f} ×"
         acceptance = f"held-out acceptance {per_draft} (τ {measured.tau:.2f}{pays})"
         line = f"step {measured.step}: loss {measured.loss:.3f}, {acceptance}"
-        if measured.confidence:
-            line += ", confidence/accepted " + " ".join(map("{:.2f}/{:.2f}".format, *measured.confidence))
+        for name, row in zip(
+            ("confidence", "accepted", "calibrated", "temperatures"), measured.confidence, strict=False
+        ):
+            line += f", {name} " + " ".join(map("{:.2f}".format, row))
         self.console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -158,6 +161,8 @@ def train(
             if keep:
                 save_checkpoint(run, step, learner, history, save)
     result = _finish(run, history, head, console)
+    for temperatures in result.confidence[3:]:
+        head.calibrate(temperatures)
     with whole_folder(output / "head", manifest=False) as folder:
         save(head.eval(), folder)
     evaluation = _evaluated(evaluate, head, checkpoint_of(run, result.step), console)
@@ -215,8 +220,8 @@ def _measure(config: TrainConfig, score: _Scorer, held_out: AnswerSet, step: int
     accepted = torch.stack([outcome.accepted for outcome in outcomes]).sum(0)
     possible = torch.stack([outcome.possible for outcome in outcomes]).sum(0)
     shares = (accepted / possible.clamp(min=1)).tolist()
-    rated = [outcome.rated / possible.clamp(min=1) for outcome in outcomes if outcome.rated is not None]
-    confidence = tuple(map(tuple, torch.stack(rated).sum(0).tolist())) if rated else ()
+    rated = [outcome.rated for outcome in outcomes if outcome.rated is not None]
+    confidence = calibration(torch.cat(rated, 1)) if rated else ()
     return Measurement(step, _finite(loss, step), tuple(shares), confidence=confidence)
 
 

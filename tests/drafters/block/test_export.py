@@ -14,7 +14,7 @@ from fakes import tiny_llama
 from safetensors.torch import load_file
 
 from drafters.base import FINAL_NORM, TargetFacts
-from drafters.block.checkpoint import export_block, load_block
+from drafters.block.checkpoint import export_block, load_block, save_block
 from drafters.eagle3.export import Verifier
 from drafters.oracle import oracle_drafts
 from specdec.cli.main import cli
@@ -72,6 +72,17 @@ def test_an_exported_head_is_read_back(name: str, tmp_path: Path) -> None:
     assert oracle_drafts(again, ids, aux, 4) == oracle_drafts(head, ids, aux, 4)
     config = json.loads((tmp_path / "config.json").read_text())
     assert ("speculators_config" in config) == (layout == "speculators")
+
+
+@pytest.mark.parametrize("slots", ["fill-in", "anchor-first"])
+def test_temperatures_are_kept_in_deepspecs_layout_and_left_out_of_speculators(slots: str, tmp_path: Path) -> None:
+    head = block_head(tiny_llama(), DSPARK, **MARKOV, slots=slots, confidence="outputs and tokens")
+    head.calibrate(tuple(1.5 + k for k in range(head.block_size - head.first_slot)))
+    kept, left_out = save_block(head, tmp_path / "a", 4, 8), exported(head, tmp_path / "b", "speculators")
+    assert load_block(kept, facts(), torch.float32, "cpu").spec.confidence_temperatures[-1] == 1.5 + 5 - head.first_slot
+    again = load_block(left_out, facts(), torch.float32, "cpu")
+    assert again.spec == replace(head.spec, confidence_temperatures=())
+    assert "confidence_temperatures" not in (left_out / "config.json").read_text()
 
 
 def test_copies_of_the_targets_tensors_are_left_out(tmp_path: Path) -> None:

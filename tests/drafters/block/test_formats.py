@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ OTHER_GROUP = {
     **{key: DFLASH2[key] for key in SECOND},
     "conv_group_size": 8,
 }
+TEMPERATURES = "confidence_temperatures"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "DFlash2 without its sizes": ("dflash", {"architectures": ["DFlash2DraftModel"]}, "no conv_kernel_size"),
     "DFlash2 without its tensors": (
@@ -183,6 +185,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another Markov head": ("dspark", {"markov_head_type": "fir"}, "Markov head 'fir'.*vanilla, gated, rnn"),
     "a gate without weights": ("dspark", {"markov_head_type": "gated"}, "missing: markov_head.gate_proj"),
     "no confidence head": ("dspark", {"enable_confidence_head": True}, "has no confidence_head.proj.weight"),
+    "temperatures of no head": (
+        "dspark",
+        {TEMPERATURES: [2.0] * 6},
+        "allowed are 6 positive numbers .* confidence head",
+    ),
+    "no temperatures": ("dspark", {TEMPERATURES: 2.0}, "confidence_temperatures must be list, not 2.0"),
     "windows of no layer": ("dflash", {"layer_types": ["chunked_attention"] * 2}, "layer_types must be a list"),
     "a reduced vocabulary without lm_head": ("dflash", {"draft_vocab_size": 32}, "missing: lm_head.weight"),
     "a map that is missing": ("dspark", {"draft_vocab_size": 32}, "missing: d2t"),
@@ -202,6 +210,16 @@ def test_what_is_not_understood_is_refused_by_name(name: str, tmp_path: Path) ->
     folder = write_head(block_head(tiny_llama(), KINDS[kind]), tmp_path, **changes)
     with pytest.raises(HeadLoadError, match=message):
         loaded(folder)
+
+
+@pytest.mark.parametrize("given", [[2.0] * 5, [2.0] * 7, [1.0] * 5 + [0.0], [1.0] * 5 + [-1.0], ["1.0"] * 6, [2] * 6])
+def test_temperatures_are_a_positive_number_for_each_slot(given: list[Any], tmp_path: Path) -> None:
+    head = block_head(tiny_llama(), DSPARK, confidence="outputs")
+    with pytest.raises(HeadLoadError, match=r"confidence_temperatures=\(.*allowed are 6 positive numbers .1.0, not 1."):
+        loaded(write_head(head, tmp_path, confidence_temperatures=given))
+    right = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    again = loaded(write_head(head, tmp_path, confidence_temperatures=right))
+    assert again.spec == replace(head.spec, confidence_temperatures=tuple(right))
 
 
 @pytest.mark.parametrize("name", MISMATCHED)

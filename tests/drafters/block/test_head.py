@@ -153,6 +153,29 @@ def test_confidence_is_that_of_plain_loops(confidence: str) -> None:
             assert float(found[row, slot]) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("slots", ["fill-in", "anchor-first"])
+def test_log_odds_are_divided_by_the_temperature_of_their_slot(slots: str) -> None:
+    """Also of fewer drafts than a block gives; temperatures of 1 change nothing."""
+    head = block_head(tiny_llama(), DSPARK, slots=slots, confidence="outputs and tokens")
+    most = head.block_size - head.first_slot
+    x = torch.randn(3, head.block_size, 32, generator=torch.Generator().manual_seed(4))
+    drafts = torch.arange(3 * most).view(3, most)
+    bonus, before = drafts[:, 0] + 30, torch.cat((drafts[:, :1] + 30, drafts[:, :-1]), 1)
+    plain = head.confidence_logits(x[:, head.first_slot :], before)
+    wanted = torch.linspace(0.5, 4, most)
+    head.calibrate(tuple(wanted.tolist()))
+    assert head.spec.confidence_temperatures == (1.0,) * head.first_slot + tuple(wanted.tolist())
+    for count in (2, most):
+        own = x[:, head.first_slot : head.first_slot + count]
+        torch.testing.assert_close(head.confidence_logits(own, before[:, :count]), plain[:, :count] / wanted[:count])
+        scores = (plain / wanted).sigmoid().flatten().sort().values
+        least = float(scores[len(scores) // 2 :][:2].mean())
+        kept = ((plain / wanted)[:, :count].sigmoid() >= least).cumprod(1).sum(1)
+        assert torch.equal(head.num_confident(least, x, bonus, drafts[:, :count]), kept)
+    head.calibrate((1.0,) * most)
+    assert torch.equal(head.confidence_logits(x[:, head.first_slot :], before), plain)
+
+
 def test_it_drafts_in_blocks_and_in_no_chain() -> None:
     head = block_head(tiny_llama(), DSPARK)
     assert isinstance(head, BlockHead) and not isinstance(head, ChainHead)

@@ -24,9 +24,9 @@ from drafters.block.spec import BlockSpec
 from drafters.oracle import block_drafts, oracle_drafts
 from drafters.training.blocks import LOSSES, LossWeights, block_outputs, chosen_anchors, evaluate_blocks
 from drafters.training.data import AnswerSet, answer_set
-from drafters.training.objective import collate, training_batches
-from drafters.training.state import TrainConfig
-from drafters.training.trainer import TrainResult
+from drafters.training.objective import calibration, collate, training_batches
+from drafters.training.state import Measurement, TrainConfig
+from drafters.training.trainer import TrainingDisplay, TrainResult
 from evals.data.arithmetic import problems
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
@@ -100,7 +100,7 @@ def test_logits_are_those_of_drafting_from_the_same_prefix(name: str) -> None:
 def test_losses_and_counts_are_those_of_drafts_made_one_by_one(name: str, weights: LossWeights, count: int) -> None:
     rig = Rig(made(name))
     total, shares, accepted, possible = 0.0, 0.0, [0] * rig.steps, [0] * rig.steps
-    rated = torch.zeros(2, rig.steps)
+    rated: list[list[tuple[float, float]]] = [[] for _ in range(rig.steps)]
     anchors, real = chosen_anchors(rig.batch, count)
     for row, index in real.nonzero().tolist():
         anchor = int(anchors[row, index])
@@ -115,8 +115,7 @@ def test_losses_and_counts_are_those_of_drafts_made_one_by_one(name: str, weight
                 weight, bias = rig.head.confidence_head.state_dict().values()
                 sure, share = float((weight[0] @ read + bias).sigmoid()), 1 - float((q - p).abs().sum()) / 2
                 loss -= weights.confidence * (share * math.log(sure) + (1 - share) * math.log(1 - sure))
-                rated[0, j] += sure
-                rated[1, j] += share
+                rated[j].append((sure, share))
             total, shares = total + DECAY**j * loss, shares + DECAY**j
             possible[j] += 1
             accepted[j] += drafts[: j + 1] == wanted[: j + 1]
@@ -125,9 +124,13 @@ def test_losses_and_counts_are_those_of_drafts_made_one_by_one(name: str, weight
     )
     assert found.possible.tolist() == possible and found.accepted.tolist() == accepted
     assert float(found.loss) == pytest.approx(total / shares, rel=1e-4)
-    assert (found.rated is None) == (not rated.any())
+    assert (found.rated is None) == (not any(rated))
     if found.rated is not None:
-        torch.testing.assert_close(found.rated, rated, rtol=1e-4, atol=1e-4)
+        for theirs, own in zip(found.rated.permute(2, 1, 0), rated, strict=True):
+            there = theirs[theirs.isfinite().all(-1)]
+            assert theirs.isnan().all(-1).sum() == len(theirs) - len(own)
+            there = torch.stack((there[:, 0].sigmoid(), there[:, 1]), -1)[there[:, 0].argsort()]
+            torch.testing.assert_close(there, torch.tensor(sorted(own)).reshape(-1, 2), rtol=1e-4, atol=1e-4)
 
 
 def test_right_drafts_are_counted() -> None:
@@ -277,8 +280,9 @@ def test_a_killed_run_goes_on_with_the_same_result(
 @pytest.mark.filterwarnings("ignore:.*drafts were accepted")
 def test_a_confidence_head_learns_what_is_accepted(bench: Bench, tmp_path: Path) -> None:
     """Held out, its mean of each draft comes near the probability of acceptance; its labels teach the rest nothing."""
-    result = bench.train(tmp_path / "run", "dspark", {"confidence": True}, steps=40, held_out_every=10)
-    gaps = [max(abs(c - p) for c, p in zip(*m.confidence, strict=True)) for m in result.history]
+    shape = {"confidence": True, "slots": "fill-in"}
+    result = bench.train(tmp_path / "run", "dspark", shape, steps=40, held_out_every=10)
+    gaps = [max(abs(c - p) for c, p in zip(*m.confidence[:2], strict=True)) for m in result.history]
     assert gaps[-1] < min(0.05, gaps[0]) and len(result.history[-1].confidence[0]) == 4
     assert set(load_file(result.folder / "model.safetensors")) >= {f"{CONFIDENCE}.weight", f"{CONFIDENCE}.bias"}
     config = json.loads((result.folder / "config.json").read_text())
@@ -286,6 +290,35 @@ def test_a_confidence_head_learns_what_is_accepted(bench: Bench, tmp_path: Path)
     with wrap(bench.target, str(result.folder), num_speculative_tokens=4) as loaded:
         found: Any = loaded.head
         assert found.spec.confidence == "outputs and tokens"
+        temperatures = result.history[-1].confidence[3]
+        assert found.spec.confidence_temperatures == (1.0, *temperatures) and set(temperatures) != {1.0}
+
+
+def test_temperatures_are_those_of_the_labels() -> None:
+    """Planted 2, 1, 0.5 and 2.9, of drafts that not all blocks reach; the mean confidence becomes the labels'."""
+    planted = torch.tensor([2.0, 1.0, 0.5, 2.9])
+    generator = torch.Generator().manual_seed(1)
+    odds = 3 * torch.randn(4000, 4, generator=generator) + 3
+    share = (odds / planted).sigmoid()
+    rated = torch.stack((odds, share)).where(
+        torch.rand(4000, 4, generator=generator) < torch.linspace(1, 0.2, 4), math.nan
+    )
+    before, wanted, after, found = (torch.tensor(row) for row in calibration(rated))
+    assert found[:3].tolist() == pytest.approx([2.0, 1.0, 0.5]) and float(found[3]) == pytest.approx(2.9, rel=0.018)
+    torch.testing.assert_close(after, wanted, rtol=0.01, atol=0)
+    assert (before - wanted).abs()[[0, 2, 3]].min() > 0.02 and float(before[1]) == pytest.approx(float(wanted[1]))
+    drawn = torch.stack((odds, (torch.rand(4000, 4, generator=generator) < share).float()))
+    assert calibration(drawn)[3] == pytest.approx(planted.tolist(), rel=0.15), "with accepted or not as labels, too"
+
+
+def test_a_measurement_shows_confidence_before_and_after() -> None:
+    console = Console(file=io.StringIO(), width=300)
+    display = TrainingDisplay(console, 8, 8)
+    display.measurement(
+        Measurement(8, 1.0, (0.5, 0.25), confidence=((0.9, 0.8), (0.7, 0.6), (0.72, 0.61), (2, 1.5))), None
+    )
+    line = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "confidence 0.90 0.80, accepted 0.70 0.60, calibrated 0.72 0.61, temperatures 2.00 1.50" in line
 
 
 def test_labels_of_the_confidence_head_are_constants() -> None:

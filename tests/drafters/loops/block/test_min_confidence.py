@@ -218,7 +218,8 @@ class Simulated(test_planted.Simulated):
     def __init__(self) -> None:
         super().__init__(test_planted.chain_of("markov"))
         head: Any = self.head
-        head.spec, head.markov_head = SimpleNamespace(confidence="outputs and tokens"), head.chain
+        head.spec = SimpleNamespace(confidence="outputs and tokens", confidence_temperatures=())
+        head.markov_head = head.chain
         proj = nn.Linear(test_planted.H + 3, 1).requires_grad_(False)
         head.confidence_head = {"proj": proj}
         head.confidence_logits = MethodType(BlockParallelHead.confidence_logits, head)
