@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from drafters.block.head import BlockConvolution
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize, SharesPages
 from drafters.loops.block import loop as block_loop
 from drafters.loops.block.inputs import HostBlock
+from drafters.oracle import block_drafts
 from specdec.acceptance import judge as judging
 from specdec.acceptance.accept import VerificationResult
 from specdec.errors import InvalidInputError, InvariantError, UnsupportedAttentionError
@@ -125,8 +127,53 @@ def accepted_at_random(draw: np.random.Generator) -> Any:
     return accept
 
 
+TIE = 1e-4
+"""Most by which a logit may be less than the largest one in float64 for rounding to decide between them."""
+
+
+@functools.cache
+def deep_llama_in_float64() -> Any:
+    return copy.deepcopy(deep_llama()).double()
+
+
+def gap_in_float64(head: Any, prefix: list[int], drafts: list[int]) -> float:
+    """By how much the logit of a draft is less than the largest one at most, each behind the drafts before it.
+
+    The round is made again in float64, with the target's states and by the head without a cache. Norms of transformers
+    and rotary angles stay float32.
+    """
+    head, gaps, ids = copy.deepcopy(head).double(), list[float](), torch.tensor(prefix)
+
+    def forced(position: int, logits: torch.Tensor) -> torch.Tensor:
+        (own,) = (head.target_ids == drafts[position - len(prefix)]).nonzero().tolist()
+        gaps.append(float(logits.max() - logits[0, own]))
+        return torch.tensor(own)
+
+    states = deep_llama_in_float64()(ids[None, :-1], output_hidden_states=True, use_cache=False).hidden_states
+    aux = torch.cat([states[layer][0] for layer in head.aux_layers], -1)
+    assert block_drafts(head, ids, aux, len(drafts), forced) == drafts
+    return max(gaps)
+
+
+def wrong_but_for_ties(head: Any, prompt: list[int], completion: Any) -> tuple[list[int], list[int]]:
+    """Rounds whose drafts are not the oracle's, without and with those in which float64 cannot tell the two apart."""
+    wrong, ties, bonus, index = list[int](), list[int](), len(prompt), 0
+    pairs = oracle_rounds(deep_llama(), head, prompt, completion)
+    for number, (stats, drafts) in enumerate(zip(completion.stats.rounds, completion.drafts, strict=True)):
+        if len(drafts):
+            both, index = pairs[index], index + 1
+            if both[0] != both[1]:
+                prefix = (prompt + completion.token_ids)[: bonus + 1]
+                is_tie = all(gap_in_float64(head, prefix, each) < TIE for each in both)
+                (ties if is_tie else wrong).append(number)
+        bonus += stats.emitted
+    return wrong, ties
+
+
 def check_random(seed: int, new_tokens: int = 18) -> int:
     """Rounds of a random head, of two requests in random sizes, whose drafts are accepted at random.
+
+    A round with other drafts than the oracle's is made again in float64, where both must be as good as tied.
 
     Returns how many rounds each request had at least.
     """
@@ -138,10 +185,9 @@ def check_random(seed: int, new_tokens: int = 18) -> int:
     prompts = [PROMPTS[i][:20] for i in draw.choice(6, 2, replace=False)]
     with patch.object(judging, "accept_greedy", accepted_at_random(draw)), torch.inference_mode():
         completions = wrapped.generate(prompts, replace(GREEDY, max_new_tokens=new_tokens))
-        both = [
-            pair for p, c in zip(prompts, completions, strict=True) for pair in oracle_rounds(deep_llama(), head, p, c)
-        ]
-    assert [ours for ours, _ in both] == [right for _, right in both], seed
+        found = [wrong_but_for_ties(head, p, c) for p, c in zip(prompts, completions, strict=True)]
+    assert [wrong for wrong, _ in found] == [[], []], (seed, found)
+    assert sum(len(ties) for _, ties in found) <= 1, (seed, found)
     return min(len(c.stats.rounds) for c in completions)
 
 
@@ -157,11 +203,27 @@ def test_random_heads_draft_as_without_a_cache(seed: int) -> None:
     check_random(seed)
 
 
+@pytest.mark.parametrize("much", [0.0, 1e-5, 1e-2])
+def test_only_a_tie_in_float64_excuses_a_difference(much: float) -> None:
+    """Another id whose row of lm_head is that of a draft, or a little longer or shorter, where the head drafts it."""
+    head = block_head(deep_llama(), DFLASH, own_lm_head=True)
+    wrapped = wrap(deep_llama(), head)
+    (completion,) = wrapped.generate([PROMPTS[0]], replace(GREEDY, max_new_tokens=6))
+    assert wrong_but_for_ties(head, PROMPTS[0], completion) == ([], [])
+    draft = completion.drafts[0][1]
+    other = (draft + 1) % VOCAB
+    head.lm_head.weight[other] = head.lm_head.weight[draft] * (1 - much)
+    moved = [other if token == draft else token for token in completion.drafts[0]]
+    changed = replace(completion, drafts=[moved, *completion.drafts[1:]])
+    wrong, ties = wrong_but_for_ties(head, PROMPTS[0], changed)
+    assert (0 in ties, 0 in wrong) == ((True, False) if much < 1e-3 else (False, True))
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.cases(1)
 def test_more_random_heads_draft_as_without_a_cache() -> None:
-    """200 with 50 new tokens, in 8 rounds or more each, were right as well, but for a tie in float32 (1e-5) in one."""
+    """800 (seeds 100 to 899) with 50 new tokens, in 4 rounds or more each, as well; once one had a tie (1e-5)."""
     rounds = [check_random(seed) for seed in range(100, 150)]
     assert sum(rounds) > 5 * len(rounds)
 
