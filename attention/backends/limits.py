@@ -29,7 +29,7 @@ def check_causal(key: AttentionSpec, group: str, backend: str) -> None:
     if not key.causal:
         raise UnsupportedAttentionError(
             f"group {group}: backend {backend!r} has causal attention alone, and AttentionSpec.causal is False; use "
-            "backend='torch'"
+            "backend='torch', or on CUDA 'flashinfer'"
         )
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from fakes import (
+    CPU,
     TINY,
     VOCAB,
+    backend_of_ours,
     free_everywhere,
     hf_greedy,
     random_prompts,
@@ -25,6 +27,7 @@ from fakes import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from attention.backends.flex import FlexBackend
 from attention.cache.pages import BlockTables
 from attention.runner import GroupRunner
 from drafters.base import FINAL_NORM, BlockHead, Head
@@ -329,10 +332,32 @@ def test_drafts_by_lookup_take_the_place_of_the_heads() -> None:
     assert [c.token_ids for c in completions] == [hf_greedy(p, 20) for p in PROMPTS]
 
 
-def test_backends_without_such_layers_are_refused_by_name() -> None:
-    head = made("dflash")
-    with pytest.raises(UnsupportedAttentionError, match="group head: backend 'batch_invariant' has causal attention"):
-        wrap(tiny_llama(), head, backend="batch_invariant")
+def wrapped_by(backend: str, head: Any) -> Any:
+    """FlexAttention is chosen by name on CUDA alone."""
+    if backend == "flex":
+        with backend_of_ours(FlexBackend(CPU)):
+            return wrap(tiny_llama(), head)
+    return wrap(tiny_llama(), head, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["batch_invariant", "flex"])
+@pytest.mark.parametrize("name", ["dflash", "causal window"])
+def test_backends_without_such_layers_are_refused_by_name(backend: str, name: str) -> None:
+    """Also where another layer of the head is causal; the message names what serves it."""
+    message = f"group head: backend '{backend}' has causal attention alone.*use backend='torch', or on CUDA 'flashin"
+    with pytest.raises(UnsupportedAttentionError, match=message):
+        wrapped_by(backend, made(name))
+
+
+@pytest.mark.filterwarnings("ignore:.*drafts were accepted")
+@pytest.mark.parametrize("backend", ["batch_invariant", "flex"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "causal window"])
+@pytest.mark.cases(4)
+def test_heads_whose_layers_are_all_causal_take_them(backend: str, name: str) -> None:
+    head = made(name, causal_layers=(0, 1))
+    wrapped = wrapped_by(backend, head)
+    assert wrapped.backend_name == backend
+    check(head, wrapped.generate(PROMPTS[:3], GREEDY), PROMPTS[:3])
 
 
 SAMPLED = (
