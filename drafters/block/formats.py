@@ -57,7 +57,7 @@ class BlockFormat:
     """What the class of one exporter does where config.json does not say.
 
     Attributes:
-        name: used in reports. slots: see `BlockSpec`; None where the flag has to say.
+        name: used in reports. slots: see `BlockSpec`; None where only the flag decides.
         causal_windows: layers with a window are causal.
         sizes: keys that its heads alone have, fields of `BlockSpec`: of convolutions and a selector.
         inclusive: a window of W reaches |i - j| = W.
