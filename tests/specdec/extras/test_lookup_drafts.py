@@ -29,6 +29,7 @@ from drafters.loops.lookup import TokenIndex
 from specdec.acceptance import judge
 from specdec.errors import HandoffMismatchError, HeadLoadError, InvalidInputError
 from specdec.execution import eager
+from specdec.execution.graphs import GraphExecutor
 from specdec.extras.lookup_drafts import LookupColumns, LookupDrafts
 from specdec.requests.sampling import SamplingParams
 from tests.hybrids import tiny_hybrid
@@ -352,19 +353,20 @@ def test_what_describes_it() -> None:
 @pytest.mark.thorough
 def test_beside_a_head_in_graphs_matches_replace_the_drafts_of_greedy_requests(
     graphs_on_cpu: list[Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With rows that sample beside them, which have the head's drafts, as without lookups."""
     make = lambda draft, **more: with_graphs(draft, num_speculative_tokens=3, max_num_seqs=5, **more)  # noqa: E731
     both, head = make([table_head(tiny_llama()), "lookup"], **LOOKUP), make(table_head(tiny_llama()))
-    bucket_of, of_sampled = both.engine.executor._bucket_of, list[Any]()
+    bucket_of, of_sampled = vars(GraphExecutor)["_bucket_of"], list[Any]()
 
-    def noted(target: Any, sampling: Any) -> Any:
-        found = bucket_of(target, sampling)
+    def noted(executor: Any, target: Any, sampling: Any) -> Any:
+        found = bucket_of(executor, target, sampling)
         if target.given is not None and sampling is not None:
             of_sampled.append(found)
         return found
 
-    both.engine.executor._bucket_of = noted
+    monkeypatch.setattr(GraphExecutor, "_bucket_of", noted)
     params = [replace(GREEDY, temperature=0.8 * (i % 3 == 2), seed=i) for i in range(len(QUOTES))]
     found, of_head = both.generate(QUOTES, params), head.generate(QUOTES, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in of_head]
@@ -385,18 +387,18 @@ def test_beside_a_head_graphs_of_whole_rounds_verify_drafts_by_lookup(
     graphs_on_cpu: list[Any],  # noqa: F811
     sampling: str,
     temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of greedy and of keyed rows: their drafts have no distribution, and none is needed."""
     options: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 5, "sampling": sampling}
     both = with_graphs([table_head(tiny_llama()), "lookup"], **options, **LOOKUP)
-    executor, given = both.engine.executor, list[Any]()
-    give = executor._give
+    give, given = vars(GraphExecutor)["_give"], list[Any]()
 
-    def noted(target: Any, drafts: Any) -> None:
+    def noted(executor: Any, target: Any, drafts: Any) -> None:
         given.append(drafts)
-        give(target, drafts)
+        give(executor, target, drafts)
 
-    executor._give = noted
+    monkeypatch.setattr(GraphExecutor, "_give", noted)
     params = [replace(GREEDY, temperature=temperature * (i % 3), seed=i) for i in range(len(QUOTES))]
     found, right = both.generate(QUOTES, params), wrap(tiny_llama(), sampling=sampling).generate(QUOTES, params)
     assert [c.token_ids for c in found] == [c.token_ids for c in right]
