@@ -9,6 +9,7 @@ read besides the inputs (weights, buffers) are read where they were: new values 
 from __future__ import annotations
 
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ _DIRECT: dict[OpOverload, Function] = {
     _ATEN.view.default: Tensor.view,
 }
 """Functions that take an operator's arguments as they are, and call it a microsecond sooner."""
+
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 
 Forward = Callable[[LayerAttend], Tensor]
 """A forward over given attention."""
@@ -102,6 +105,7 @@ class _Recorder(TorchDispatchMode):
         if result is None or result.op != "call_function":
             raise NotRecordableError("the output is no operator's")
         self.graph.output(result)
+        self.graph.on_generate_code(lambda _: _in_few_names)
         made = fx.GraphModule(self.tensors, self.graph)
         for name in self.tensors:
             delattr(made, name)  # a module refers to itself: it would keep them until the next collection
@@ -129,6 +133,30 @@ class _Recorder(TorchDispatchMode):
             self.tensors[name] = value
             self._made(self.graph.get_attr(name), value)
         return self._nodes[id(value)]
+
+
+def _in_few_names(body: list[str]) -> list[str]:
+    """Generated lines in which the names of values that are gone are used again.
+
+    torch.fx gives each value a name of its own. A frame of 2,000 names fills Python's memory for frames, so that each
+    call from it would get more from the kernel, and give it back.
+    """
+    lines = list[str]()
+    named = dict[str, str]()
+    free = list[str]()
+    for line in "".join(body).splitlines():
+        made, is_made, rest = line.partition(" = ")
+        value, has_gone, gone = (rest if is_made else line).partition(";  ")
+        value = _NAME.sub(lambda found: named.get(found[0], found[0]), value)
+        if is_made:
+            named[made] = free.pop() if free else f"v{len(named)}"
+            value = f"{named[made]} = {value}"
+        if has_gone:
+            left = [named.pop(name, name) for name in gone.split(" = ")[:-1]]
+            free += (name for name in left if name[0] == "v")
+            value = " = ".join([f"{value}; {left[0]}", *left[1:], "None"])
+        lines.append(f"{value}\n")
+    return lines
 
 
 def _attended(attend: LayerAttend, layer: int, *states: Any) -> Tensor:
