@@ -255,7 +255,7 @@ def chosen_loop(
     if not isinstance(head, RatesDrafts) or not head.has_confidence:
         raise wrong("min_confidence", least, "only DSpark heads with a confidence head have any; leave it out")
     for stands, reason in (
-        (graphs, "rounds from CUDA graphs do not end verifications yet; give cuda_graphs=False"),
+        (graphs, "rounds from CUDA graphs verify whole blocks, whatever is cut; give cuda_graphs=False"),
         (lookup, "drafts by lookup have no confidence; leave one of the two out"),
         (options.tensor_parallel_size > 1, "processes might end them at other drafts; give tensor_parallel_size=1"),
         (not limits.drafts, "num_speculative_tokens=0 leaves no drafts; leave one of the two out"),

@@ -68,6 +68,29 @@ def test_tokens_and_drafts_are_those_of_live_steps(kind: str, num_drafts: int, m
     assert found[0] == found[1]
 
 
+def test_a_recording_has_few_names_and_each_value_its_own_while_it_is_used() -> None:
+    """Values that live long beside short ones, several results of one operator, and results that nobody uses."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 6)
+
+    def forward(attend: Any, x: Tensor, y: Tensor) -> Tensor:
+        kept, total = x @ weight, y * 2
+        for step in range(60):
+            left, right = (total + step / 10).split(3, 1)
+            x.neg()
+            total = torch.cat([right.sin(), left.cos()], 1) * weight[0] + kept
+        return attend(0, total, x, y, None) - kept
+
+    attend: Any = lambda layer, query, key, value, sinks: query * 3 + key - value  # noqa: E731
+    given = [torch.randn(4, 6) for _ in range(2)]
+    output, recording = record(lambda how: forward(how, *given), given, attend)
+    assert torch.equal(output, forward(attend, *given))
+    others = [torch.randn(4, 6) for _ in range(2)]
+    assert torch.equal(recording(attend, *others), forward(attend, *others))
+    code: Any = recording
+    assert code.func.__code__.co_nlocals < 20
+
+
 def test_a_model_whose_python_reads_values_stays_live() -> None:
     torch.manual_seed(2)
     sizes = {**TINY, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
