@@ -252,6 +252,11 @@ def published() -> Iterator[str]:
     yield "and at most {1:.2f} in float32".format(*widest)
     exact = next(row for row in own if "float64" in row["dtype"])
     yield f"{exact['identical']} of {exact['prompts']} prompts that differed"
+    starts = lines("first-token-cpu-2026-11-30-c.jsonl")
+    for arm, of in (("first", "wall_s_over"), ("second", "wall_s_over"), ("first", "peak_mib_over")):
+        ratios = [f"{row[of]:.2f}" for line in starts for row in line["results"] if row["arm"] == arm]
+        yield f"{ratios[1]} and {ratios[3]}"
+        yield f"{ratios[0]} and {ratios[2]}"
     for file in RESULTS.glob("peers-cpu-*.jsonl"):
         for document in lines(file.name):
             yield from (" ".join(row.split()) for row in table(document).splitlines())
