@@ -36,7 +36,7 @@ def _gumbel(seed, ids):  # type: ignore[no-untyped-def]
     return -tl.log(tl.where(w < _SMALL, series, -tl.log(1 - w)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per", "first", "last", "seed_stride"])
 def _parts_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
     best_ptr,  # [R, chunks] float32
