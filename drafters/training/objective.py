@@ -114,16 +114,18 @@ def calibration(rated: Tensor) -> tuple[tuple[float, ...], ...]:
 
     Returns:
         Of draft 1, 2, … the mean confidence, the mean probability of acceptance, the mean confidence with log odds
-        divided by its temperature, and this temperature, one of 81 from 1/4 to 4.
+        divided by its temperature, and this temperature, one of 81 from 1/4 to 4; 0, 0, 0 and 1 of a draft that no
+        block has.
 
     Source: DSpark, arXiv 2607.05147 (a temperature for each position).
     """
     odds, share = rated
     grid = torch.logspace(-2, 2, 81, 2.0, device=rated.device)
     scaled = odds / grid[:, None, None]
-    best = grid[(F.softplus(scaled) - share * scaled).nanmean(1).argmin(0)]
+    known = share.isfinite().any(0)
+    best = grid[(F.softplus(scaled) - share * scaled).nanmean(1).argmin(0)].where(known, 1.0)
     means = torch.stack((odds.sigmoid(), share, (odds / best).sigmoid(), best.expand_as(odds))).nanmean(1)
-    return tuple(map(tuple, means.tolist()))
+    return tuple(map(tuple, means.nan_to_num(0.0).tolist()))
 
 
 Objective = Callable[[Any, Batch, Tensor, Tensor, int, float], BatchLoss]

@@ -139,13 +139,14 @@ def _write_json(
 
 
 def _record(completion: Completion) -> Json:
+    pooled = completion.pooled
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "prompt_token_ids": completion.prompt_token_ids,
         "finish_reason": completion.finish_reason,
         "truncated_by": completion.truncated_by,
-        "tau": completion.pooled.tau if completion.pooled.rounds else None,
+        "tau": pooled.tau if pooled.rounds else None,
         "stats": asdict(completion.stats),
     }
 

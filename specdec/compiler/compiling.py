@@ -79,7 +79,8 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Compi
 
 def cut(graph: Graph) -> tuple[_Region, ...] | None:
     """The regions of a graph in order; None where it is to be compiled as it is."""
-    # The operators at which a graph is cut: attention, and recurrences' operators if registered.
+    # The operators at which a graph is cut: attention, and recurrences' if registered, by the file that calls them.
+    # That may come later, so they are looked up for each graph anew.
     there = (name for name in ("attend", *MIXING_OPERATORS) if hasattr(torch.ops.specdec, name))
     attentions = tuple(
         op for name in there for op in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)

@@ -4,7 +4,8 @@ Rounds in which every row verifies have a fixed shape; others run by segments (`
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
 `drafters/loops/fixed_forms.py`): the device is busy while the host lays out the draft steps; it
-plans each while the one before runs. This takes two transfers per round instead of one, three with sampled rows.
+plans each while the one before runs. This takes two transfers per round instead of one, three with sampled rows, and
+one more for drafts that the host gives.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class GraphExecutor:
         self.reads = HostReads(most, device, target.group)
         self.before_capture: Callable[[], None] | None = None
         fixed = config if drafter is not None else replace(config, num_speculative_tokens=0)
-        self._query_len = fixed.num_speculative_tokens + 1  # drafts that the host knows have rounds of any shape
+        self._query_len = fixed.num_speculative_tokens + 1  # without a head, rounds with drafts are of any shape
         rows = graph_rows(config.max_num_seqs, self._query_len)
         self._nobody = empty_target(fixed)
         self._sizes, self._sent, self._keyed = rows[::-1], 0, config.keyed
@@ -376,9 +377,7 @@ class GraphExecutor:
         """
         if not target.only_bonus_tokens:
             return None
-        if target.given is not None and (self._loop is None or target.max_drafts >= self._query_len):
-            return None
-        if target.given is not None and sampling is not None and not self._keyed:
+        if target.given is not None and (self._loop is None or (sampling is not None and not self._keyed)):
             return None
         if self._passes.count > 1 and target.start.min() < self._passes.count - 1:
             return None

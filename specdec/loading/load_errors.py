@@ -167,7 +167,8 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
             return reason.format(checkpoint.revision)
     if checkpoint.local_files_only:
         return f"it is no folder, and the Hugging Face hub gave nothing: {NO_ANSWER}"
-    # The error's message on one line, without sentences that recommend an option this library lacks.
+    # The error's message on one line, without sentences that recommend an option this library lacks. If none would be
+    # left, they describe the fault ("`tie_word_embeddings=True` is not supported …"), and stay.
     sentences = [s for s in re.split(r"(?<=[.!?])\s+|\n+", str(error).strip()) if s]
     kept = [s for s in sentences if not _FOREIGN_OPTION.search(s)] or [s for s in sentences if not _ADVICE.search(s)]
     text = " ".join(kept) or f"{type(error).__name__}, without a reason"

@@ -311,6 +311,14 @@ def test_temperatures_are_those_of_the_labels() -> None:
     assert calibration(drawn)[3] == pytest.approx(planted.tolist(), rel=0.15), "with accepted or not as labels, too"
 
 
+def test_a_draft_that_no_block_has_keeps_its_temperature() -> None:
+    """As where all held-out answers are shorter than a block."""
+    odds = torch.linspace(-2, 3, 50)[:, None].expand(50, 3)
+    rated = torch.stack((odds, (odds / 2).sigmoid())).where(torch.tensor([True, True, False]), math.nan)
+    before, wanted, after, found = calibration(rated)
+    assert found == pytest.approx((2.0, 2.0, 1.0)) and (before[2], wanted[2], after[2]) == (0.0, 0.0, 0.0)
+
+
 def test_a_measurement_shows_confidence_before_and_after() -> None:
     console = Console(file=io.StringIO(), width=300)
     display = TrainingDisplay(console, 8, 8)
