@@ -177,7 +177,7 @@ def test_graphs_and_several_processes_are_refused_by_name() -> None:
     options = LoadOptions(min_confidence=LEAST, tensor_parallel_size=2)
     with patch.object(parts, "loop_limits", lambda _: LoopSize(drafts=3)):
         for graphs, message in (
-            (True, "CUDA graphs .* yet; give cuda_graphs=False"),
+            (True, "CUDA graphs verify whole blocks, .*; give cuda_graphs=False"),
             (False, "tensor_parallel_size=1"),
         ):
             with pytest.raises(InvalidInputError, match=message):
