@@ -25,11 +25,11 @@ from specdec import SpeculativeModel
 from specdec.cli.tables import agreement_lines, readings_table
 from specdec.extensions.head_check import measurement
 from specdec.extensions.head_check.check import Agreement, check_agreement
-from specdec.extensions.head_check.measurement import Passage, aux_states, chains
+from specdec.extensions.head_check.measurement import Passage
 from specdec.loading.names import resolve
 from specdec.requests.sampling import SamplingParams
-from specdec.wrapped.probing import probe_target
 from tests.block_heads import DFLASH, DSPARK, block_head, config_of, write_head
+from tests.specdec.extensions.head_check.test_check import chains_and_rounds
 
 CHATS = [[{"role": "user", "content": problem.question}] for problem in problems("heldout", 24, seed=0)]
 SIZES = {"max_num_seqs": 4, "kv_cache_tokens": 2048, "max_model_len": 512}
@@ -99,17 +99,8 @@ def test_chains_are_what_the_rounds_accepted(model: SpeculativeModel) -> None:
     passages = [Passage.of(one, model.device) for one in done]
     head = model.head
     assert isinstance(head, BlockHead)
-    states = aux_states(probe_target(model.hf_model), passages, head.aux_layers)
-    compared = 0
-    for one, passage, state in zip(done, passages, states, strict=True):
-        found = chains(head, [passage], [state], model.num_speculative_tokens)
-        place = 0  # of the bonus token in the answer
-        for record in one.stats.rounds:
-            if place + 1 + record.drafted < len(one.token_ids):
-                assert min(int(found.accepted[place]), record.drafted) == record.accepted
-                compared += 1
-            place += record.emitted
-    assert compared > 10
+    pairs = list(chains_and_rounds(model, head, done, passages))
+    assert len(pairs) > 10 and all(min(accepted, record.drafted) == record.accepted for accepted, record in pairs)
 
 
 def test_a_window_and_a_reduced_vocabulary_are_checked_as_well() -> None:
