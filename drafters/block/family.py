@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from drafters.block.spec import BlockSpec
     from drafters.eagle3.family import Change
 
-_COUNTED = "aux_hidden_state_layer_ids"
 _MOST_RANK = 256
 """The rank of released Markov heads, of targets whose width is 2048 and more."""
 
@@ -67,6 +66,7 @@ def other_readings(head: Head, num_layers: int, rope_theta: float | None) -> tup
 
 def _changes(spec: BlockSpec, num_layers: int, report: str) -> Iterator[Change]:
     """As those of EAGLE heads, with keys of config.json."""
+    from drafters.block.formats import AUX, AUX_COUNTED
     from drafters.eagle3.family import other_aux_layers
 
     is_other = spec.slots == "fill-in"
@@ -74,9 +74,9 @@ def _changes(spec: BlockSpec, num_layers: int, report: str) -> Iterator[Change]:
         slots = "anchor-first" if is_other else "fill-in"
         cause = "sample_from_anchor is absent or wrong, and readers differ in its default"
         yield f"{slots} slots", "slots", slots, {"sample_from_anchor": is_other}, cause
-    key, first, last = "target_layer_ids", 1, FINAL_NORM
-    if _COUNTED in report:
-        key, first, last = _COUNTED, 0, num_layers
+    key, first, last = AUX, 1, FINAL_NORM
+    if AUX_COUNTED in report:
+        key, first, last = AUX_COUNTED, 0, num_layers
     layers = tuple(b % (num_layers + 1) for b in spec.aux_layers)  # -1, FINAL_NORM, is N
     for name, moved, cause in other_aux_layers(layers, num_layers):
         own = tuple(last if b == num_layers else b for b in moved)

@@ -35,7 +35,7 @@ _NESTED = ("dflash_config", "dspark_config")
 """Objects whose keys may as well stand at the top."""
 _LAYER = "transformer_layer_config"
 """The layers' configuration in files of speculators; keys at the top go before it."""
-_AUX, _AUX_COUNTED, _NON_CAUSAL = "target_layer_ids", "aux_hidden_state_layer_ids", "sliding_window_non_causal"
+AUX, AUX_COUNTED, _NON_CAUSAL = "target_layer_ids", "aux_hidden_state_layer_ids", "sliding_window_non_causal"
 _MARKOV, _CONFIDENCE = "markov_head.markov_w1.weight", "confidence_head.proj.weight"
 _READ = {
     *("hidden_size", "target_hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size", "head_dim"),
@@ -43,7 +43,7 @@ _READ = {
     *("hidden_act", "hidden_activation", "attention_bias", "use_qk_norm", "mlp_bias", "quantization_config"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings"),
     *("layer_types", "sliding_window", "use_sliding_window", "is_causal", "sliding_attention_causal"),
-    *("block_size", "mask_token_id", _AUX, _AUX_COUNTED, "use_aux_hidden_state", "sample_from_anchor", _NON_CAUSAL),
+    *("block_size", "mask_token_id", AUX, AUX_COUNTED, "use_aux_hidden_state", "sample_from_anchor", _NON_CAUSAL),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     "confidence_temperatures",
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
@@ -213,7 +213,7 @@ def _aux_layers(config: Config, target: TargetFacts, num_layers: int) -> Resolve
         HeadLoadError: not ascending numbers, or they are not used. HeadMismatchError: the target has other layers.
     """
     shift = int(speculators_type(config) is None)
-    key = (_AUX_COUNTED, _AUX)[shift]
+    key = (AUX_COUNTED, AUX)[shift]
     counted, given = lookup(config, "num_target_layers"), lookup(config, key)
     if counted not in (None, target.num_layers):
         raise HeadMismatchError(
