@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from specdec.compiler.siblings import SiblingLinear
 from specdec.errors import OutputError
-from specdec.ops.gemm import Algorithm, Launch, Library, ProductShape, library_of, use
+from specdec.ops.gemm import Algorithm, Launch, Library, Matmul, ProductShape, library_of, use
 from specdec.ops.linear import MOST_TOKENS, usual_product
 from specdec.run_files import cache_folder, write_atomically
 
@@ -173,6 +174,39 @@ class GpuTimer:
 
 MOST_SECONDS = 4.0
 """Time for timing in one start. Shapes that do not fit into it are left to the next start."""
+
+
+def invariant_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, I], weight [O, I] -> x · weightᵀ [T, O] by specdec's own batch-invariant kernel."""
+    from specdec.ops.linear_kernel import launch_invariant_linear
+
+    return launch_invariant_linear(x, weight, None)
+
+
+Alike = Callable[[Launch, Tensor, int], bool]
+"""(launch, weight [O, I], tokens) -> whether it has the bits of the batch-invariant kernel."""
+
+
+def _serves(matmul: Matmul, weight: Tensor, alike: Alike | None, algorithm: Algorithm) -> bool:
+    return alike is None or alike(matmul.launcher(algorithm), weight, matmul.shape.tokens)
+
+
+def sums_alike(launch: Launch, weight: Tensor, tokens: int) -> bool:
+    """Whether `launch` gives the bits of the batch-invariant kernel: then it adds up products in the same order.
+
+    Compared by numbers of very different sizes, whose sums another order would round otherwise in many places.
+    """
+    generator = torch.Generator(weight.device).manual_seed(0)  # the user's own stays as it is
+    numbers = torch.randn((2, tokens, weight.shape[1]), generator=generator, device=weight.device)
+    x = (numbers[0] * (2 * numbers[1]).exp()).to(weight.dtype)
+    try:
+        return torch.equal(launch(x, weight), invariant_product(x, weight))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # as in `GpuTimer._runs`
+        return False
+
+
 Wanted = Mapping[ProductShape, Sequence[Tensor]]
 """The weights [O, I] of each shape, on one device."""
 
@@ -206,34 +240,39 @@ def choose(
     timer: Callable[[Sequence[Tensor], int], Timer] = GpuTimer,
     clock: Callable[[], float] = time.perf_counter,
     most_seconds: float = MOST_SECONDS,
+    alike: Alike | None = None,
 ) -> Tally:
     """Choose for every shape, and use what is chosen.
 
     Few tokens come first: most rounds have few, and timing those takes least time; of as many tokens the weights that
     take longest to read.
 
-    timer: made of the weights and the number of tokens of one shape.
+    timer: made of the weights and the number of tokens of one shape. alike: only algorithms for which it is true are
+    taken, for batch-invariant matmuls.
     """
     tally = Tally(len(wanted))
+    usual = usual_product if alike is None else invariant_product
     started = clock()
     kept = store.read()
     new = {}
     for shape, weights in sorted(wanted.items(), key=lambda each: (each[0].tokens, -sum(w.nbytes for w in each[1]))):
         matmul = library.matmul(shape)
         algorithm = kept.get(str(shape))
-        if str(shape) in kept and (algorithm is None or matmul.supports(algorithm)):
+        serves = partial(_serves, matmul, weights[0], alike)
+        if str(shape) in kept and (algorithm is None or (matmul.supports(algorithm) and serves(algorithm))):
             tally.read += 1
         elif clock() - started < most_seconds:
             try:
                 timed = timer(weights, shape.tokens)
-                new[shape] = algorithm = fastest(matmul.algorithms(), matmul.launcher, usual_product, timed)
+                algorithms = list(filter(serves, matmul.algorithms()))
+                new[shape] = algorithm = fastest(algorithms, matmul.launcher, usual, timed)
             except torch.OutOfMemoryError:  # the memory left does not suffice for timing
                 continue
             tally.timed += 1
         else:
             continue
         if algorithm is not None:
-            use(weights[0].device, shape, matmul.launcher(algorithm))
+            use(weights[0].device, shape, matmul.launcher(algorithm), alike is not None)
             tally.chosen += 1
     tally.seconds = clock() - started
     if new:
@@ -246,18 +285,20 @@ def choose_products(readers: Iterable[tuple[object, Iterable[int]]], batch_invar
 
     Call it after siblings were fused and before anything is captured, while the device is idle.
     readers: modules (others have no weights) and the numbers of tokens that they are captured for. batch_invariant:
-    matmuls use one summation order for any number of tokens, so no choice is made.
+    only algorithms that add up in the order of specdec's own kernel are chosen, so that they change no bit.
     """
-    wanted = {} if batch_invariant else wanted_products(readers)
+    wanted = wanted_products(readers)
     if not wanted:
-        return f"none to choose{' (batch-invariant)' * batch_invariant}"
+        return "none to choose"
     device = next(iter(wanted.values()))[0].device
     library = library_of(device)
     if not isinstance(library, Library):
         return f"left to the library ({library})"
     facts = torch.cuda.get_device_properties(device)
     with torch.cuda.device(device):
-        tally = choose(wanted, library, ChoiceStore(f"{facts.name} {facts.multi_processor_count}", library.version))
+        gpu = f"{facts.name} {facts.multi_processor_count}{' batch-invariant' * batch_invariant}"
+        alike = sums_alike if batch_invariant else None
+        tally = choose(wanted, library, ChoiceStore(gpu, library.version), alike=alike)
         torch.cuda.empty_cache()  # graphs have a private memory pool, which could not reuse timing's memory
     said = f"{tally}, cuBLASLt {library.version}"
     log.info("matmul algorithms: %s", said)

@@ -61,12 +61,12 @@ class Algorithm:
     workspace: int
 
 
-_launches: dict[tuple[torch.device, ProductShape], Launch] = {}
+_launches: dict[tuple[torch.device, ProductShape, bool], Launch] = {}
 
 
-def use(device: torch.device, shape: ProductShape, launch: Launch) -> None:
-    """From now on, matmuls of this shape on this device run by `launch`."""
-    _launches[device, shape] = launch
+def use(device: torch.device, shape: ProductShape, launch: Launch, invariant: bool = False) -> None:
+    """From now on, matmuls of this shape on this device run by `launch`; invariant: batch-invariant ones alone."""
+    _launches[device, shape, invariant] = launch
 
 
 def forget() -> None:
@@ -74,13 +74,13 @@ def forget() -> None:
     _launches.clear()
 
 
-def chosen_launch(x: Tensor, weight: Tensor) -> Launch | None:
-    """The algorithm chosen for x [T, I] · weightᵀ [I, O], or None."""
+def chosen_launch(x: Tensor, weight: Tensor, invariant: bool = False) -> Launch | None:
+    """The algorithm chosen for x [T, I] · weightᵀ [I, O], or None; invariant: of those that do not depend on T."""
     if not _launches:
         return None
     rows, width = weight.shape
     shape = ProductShape(x.dtype, rows, width, len(x))
-    launch = _launches.get((x.device, shape))
+    launch = _launches.get((x.device, shape, invariant))
     return launch if launch is not None and aligned(x, weight) else None
 
 

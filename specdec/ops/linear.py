@@ -57,8 +57,11 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise ValueError(f"batch-invariant matmuls are for half precision on a GPU, not {x.dtype} on {x.device}")
     from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
 
-    if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
-        return launch_linear(x, weight)  # its order of summation gives the same bits
+    if bias is None:  # both sum in the same order
+        if len(x) <= MOST_TOKENS and fits(x, weight):
+            return launch_linear(x, weight)
+        if (launch := chosen_launch(x, weight, invariant=True)) is not None:
+            return launch(x, weight)
     return launch_invariant_linear(without_gaps(x), without_gaps(weight), bias)
 
 

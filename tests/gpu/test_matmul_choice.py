@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.compiler.gemm_selection import ChoiceStore, GpuTimer, choose, choose_products, fastest
+from specdec.compiler.gemm_selection import (
+    ChoiceStore,
+    GpuTimer,
+    choose,
+    choose_products,
+    fastest,
+    invariant_product,
+    sums_alike,
+)
 from specdec.ops.gemm import Library, ProductShape, chosen_launch, forget, library_of, use
 from specdec.ops.linear import few_tokens_linear, invariant_linear, usual_product
 
@@ -130,7 +138,35 @@ def test_what_was_done_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "1 from disk, 0 timed" in choose_products([(layer, {96})])
 
 
-def test_batch_invariant_matmuls_use_no_choice() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_batch_invariant_choices_keep_the_bits_of_every_token(
+    library: Library, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    x, weight = tensors(6144, 4096, 768, dtype)
+    whole = invariant_product(x, weight)
+    wanted = {ProductShape(dtype, 6144, 4096, tokens): [weight] for tokens in (24, 32, 48, 96, 192, 384, 768)}
+    tally = choose(wanted, library, ChoiceStore("alike", library.version, tmp_path), most_seconds=60, alike=sums_alike)
+    assert tally.chosen
+    for tokens in (1, 16, 17, *(shape.tokens for shape in wanted)):
+        for start in (0, 768 - tokens):
+            got = invariant_linear(x[start : start + tokens].contiguous(), weight, None)
+            assert torch.equal(got, whole[start : start + tokens])
+
+
+def test_another_order_of_summation_is_seen(library: Library) -> None:
+    """Two halves added up, as split-K does; and some of the library's own algorithms."""
+    _, weight = tensors(1024, 4096, 24)
+
+    def halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        parts = [a.float() @ b.float().T for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]
+        return sum(parts).to(x.dtype)  # type: ignore[union-attr]
+
+    assert sums_alike(invariant_product, weight, 24) and not sums_alike(halves, weight, 24)
+    matmul = library.matmul(ProductShape(torch.bfloat16, 1024, 4096, 24))
+    assert not all(sums_alike(matmul.launcher(each), weight, 24) for each in matmul.algorithms())
+
+
+def test_batch_invariant_matmuls_use_no_other_choice() -> None:
     x, weight = tensors(4096, 4096, 96)
     before = invariant_linear(x, weight, None)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.compiler import gemm_selection
-from specdec.compiler.gemm_selection import ChoiceStore, choose, choose_products, wanted_products
+from specdec.compiler.gemm_selection import ChoiceStore, choose, choose_products, invariant_product, wanted_products
 from specdec.ops.gemm import Algorithm, Launch, ProductShape, chosen_launch, forget, library_of, use
 from specdec.ops.linear import few_tokens_linear, usual_product
 
@@ -29,6 +29,7 @@ class Library:
         self.supported = {FAST, SLOW}
 
     def matmul(self, shape: ProductShape) -> Any:
+        self.shape = shape
         return self
 
     def algorithms(self) -> list[Algorithm]:
@@ -51,6 +52,7 @@ class Start:
         self.room = True
         self.library: Any = Library() if library is None else library
         self.store, self.most_seconds = ChoiceStore("gpu", self.library.version, folder), most_seconds
+        self.alike: Any = None
 
     def timer(self, weights: Sequence[torch.Tensor], tokens: int) -> Any:
         if not self.room:
@@ -59,18 +61,21 @@ class Start:
         self.seconds += 1
 
         def times(launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
-            us: dict[Any, float] = {FAST: 10, SLOW: 30, usual_product: 20}
+            us: dict[Any, float] = {FAST: 10, SLOW: 30, usual_product: 20, invariant_product: 40}
             return [us[launch] for launch in launches]
 
         return times
 
-    def use(self, device: torch.device, shape: ProductShape, launch: Any) -> None:
+    def use(self, device: torch.device, shape: ProductShape, launch: Any, invariant: bool) -> None:
+        assert invariant == (self.alike is not None)
         self.used[f"{shape.rows} {shape.tokens}"] = launch
 
     def choose(self, *wanted: dict[ProductShape, list[torch.Tensor]]) -> Start:
         every = {shape: weights for each in wanted for shape, weights in each.items()}
         with patch.object(gemm_selection, "use", self.use):
-            self.tally = choose(every, self.library, self.store, self.timer, lambda: self.seconds, self.most_seconds)
+            clock = lambda: self.seconds  # noqa: E731
+            parts = self.library, self.store, self.timer, clock, self.most_seconds, self.alike
+            self.tally = choose(every, *parts)
         return self
 
 
@@ -108,6 +113,14 @@ def test_a_kept_choice_that_the_library_refuses_is_timed_anew(tmp_path: Path) ->
     library = Library()
     library.supported = {SLOW}
     assert Start(tmp_path, library=library).choose(wanted(64, 24)).timed == ["64 24"]
+
+
+def test_batch_invariant_matmuls_take_only_algorithms_of_the_same_bits(tmp_path: Path) -> None:
+    first, second = Start(tmp_path), Start(tmp_path)
+    first.alike = lambda launch, weight, tokens: launch == SLOW  # faster than the own kernel, too
+    assert first.choose(wanted(64, 24)).used == {"64 24": SLOW}
+    second.alike = lambda launch, weight, tokens: False  # the one that is kept has other bits here
+    assert second.choose(wanted(64, 24)).timed == ["64 24"] and not second.used
 
 
 def test_without_room_for_timing_the_usual_calls_stay(tmp_path: Path) -> None:
