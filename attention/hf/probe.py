@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -50,15 +50,25 @@ _KNOWN_ARGUMENTS = frozenset(
 class AttentionCall:
     """One attention module's call of the interface during the probe pass.
 
-    attention_spec: its requirements on a kernel, in absorbed form where it has one. latent: the absorbed form, or None.
+    own_spec: the module's own requirements on a kernel. latent: the absorbed form, or None.
     """
 
     module: nn.Module
-    attention_spec: AttentionSpec
+    own_spec: AttentionSpec
     latent: AbsorbedAttention | None
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """Requirements on a kernel, in absorbed form where there is one."""
+        return self.own_spec if self.latent is None else self.latent.attention_spec(self.own_spec)
 
 
 Calls = tuple[AttentionCall, ...]
+
+
+def expanded(calls: Calls) -> Calls:
+    """The calls with keys and values of all heads in the cache instead of latents (MLA)."""
+    return tuple(replace(call, latent=None) for call in calls)
 
 
 @dataclass(frozen=True)
@@ -164,10 +174,7 @@ def _record(
         chunk_size=chunk_size_of(module),
         temperature=temperature_of(module),
     )
-    latent = absorbed_attention(module)
-    calls.append(
-        AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
-    )
+    calls.append(AttentionCall(module, attention_spec, absorbed_attention(module)))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

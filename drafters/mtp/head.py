@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.hf.port import AttentionPort
-from attention.hf.probe import Calls, recorded_calls
+from attention.hf.probe import Calls, expanded, recorded_calls
 from drafters.base import FINAL_NORM, Layers
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
@@ -75,9 +75,15 @@ class MtpHead(nn.Module):
         )
         with device or target.embedding.device:
             self.build_modules(target)
-        calls = self._probe()
+        self._attend_by(self._probe())
+
+    def _attend_by(self, calls: Calls) -> None:
         self.attention_specs = tuple(call.attention_spec for call in calls)
         self._port = AttentionPort(self.blocks, calls)
+
+    def expand(self) -> None:
+        """See `drafters.base.HasLatents`."""
+        self._attend_by(expanded(self._probe()))
 
     def build_modules(self, target: MtpTarget) -> None:
         config = block_config(target.config, self.spec)

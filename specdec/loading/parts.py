@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, GraphBackend
-from drafters.base import BlockHead, Head, RatesDrafts
+from attention.hf.probe import expanded
+from drafters.base import BlockHead, HasLatents, Head, RatesDrafts
 from drafters.loops.base import AnyLoop
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
@@ -98,6 +99,8 @@ def load_parts(
     log.info("reading the model's layers")
     probed = probe_target(model)
     check_backend_fits(probed, backend)
+    if backend.batch_invariant:
+        probed = replace(probed, calls=expanded(probed.calls))
     keys = [call.attention_spec for call in probed.calls]
     begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
     group.check_target(probed)
@@ -108,6 +111,8 @@ def load_parts(
     log.info("loading the head")
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
+    if backend.batch_invariant and isinstance(head, HasLatents):
+        head.expand()
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras, linears)
     named = (target, draft or "", options.tokenizer or "")
     keeps = options.self_test != "quick" and group.size == 1 and all(isinstance(each, (str, Path)) for each in named)

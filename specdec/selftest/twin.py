@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
-from attention.hf.probe import Calls
+from attention.hf.probe import Calls, expanded
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
@@ -150,6 +150,8 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
             with torch.inference_mode():
                 read_eager(twin, [torch.arange(1, _SHORTEST)])
             small = probe_target(twin)
+            if all(call.latent is None for call in probed.calls):
+                small = replace(small, calls=expanded(small.calls))
         except (*UNNAMED_ERRORS, SpecdecError) as error:
             if interrupt_in(error) is not None:
                 raise

@@ -506,8 +506,8 @@ def test_matmuls_of_rounds_full_of_prompts_are_timed_too(
     assert tokens[target] == {3 * n for n in (1, 2, 4, 8, 16, 32, 40)}
 
 
-def mla_mixture_pair() -> tuple[Any, MtpHead]:
-    """A tiny target with MLA and experts, and a multi-token-prediction module of its kind."""
+def mla_mixture_pair(dense: int = 1) -> tuple[Any, MtpHead]:
+    """A tiny target with MLA and experts, dense in the first layers of three, and a module of its kind."""
     torch.manual_seed(0)
     config = DeepseekV2Config(
         vocab_size=VOCAB,
@@ -519,7 +519,7 @@ def mla_mixture_pair() -> tuple[Any, MtpHead]:
         num_key_value_heads=4,
         num_experts_per_tok=2,
         n_routed_experts=4,
-        first_k_dense_replace=1,
+        first_k_dense_replace=dense,
         kv_lora_rank=16,
         q_lora_rank=None,
         qk_rope_head_dim=8,

@@ -18,6 +18,7 @@ from specdec import SamplingParams
 from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 from specdec.wrapped import linears
 from specdec.wrapped.even_rows import even_activations
+from tests.specdec.execution.test_graphs import mla_mixture_pair
 from tests.specdec.ops.test_packed_weight import DTYPES
 
 ROWS = (1, 2, 3, 7, 31, 128, 257)
@@ -101,6 +102,25 @@ def test_log_probabilities_have_the_same_bits(dtype: torch.dtype) -> None:
         assert bits(dtype, True, **options) == alone, name
     if dtype is torch.float32:
         assert [tokens for tokens, _ in alone] == [hf_tied(p) for p in PROMPTS]
+
+
+@pytest.mark.slow
+def test_mla_runs_with_keys_and_values_of_all_heads() -> None:
+    """The latent form would multiply by a matrix of every head."""
+    target, head = mla_mixture_pair(dense=3)
+    found = []
+    for rows, drafts in ((1, 0), (5, 3)):
+        sizes = {"max_num_seqs": rows, "max_num_batched_tokens": 64, **OPTIONS}
+        with wrap(target, head if drafts else None, num_speculative_tokens=drafts, **sizes) as wrapped:
+            specs = [spec for runner in wrapped.runners for spec in runner.group.attention_specs]
+            assert not any(spec.value_in_key for spec in specs) and {spec.num_kv_heads for spec in specs} == {4}
+            done = wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=12, logprobs=3))
+            found.append([(c.token_ids, c.logprobs) for c in done])
+    assert found[0] == found[1]
+    for prompt, (tokens, _) in zip(PROMPTS, found[0], strict=True):
+        ids = torch.tensor([prompt])
+        own = target.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
+        assert own[0, len(prompt) :].tolist() == tokens
 
 
 def hf_tied(prompt: list[int]) -> list[int]:
