@@ -74,7 +74,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
         # Change a number with every change of a rewriting: the compiler would reuse cached code of the old one.
-        return f"specdec-rewriting-7{'-batch-invariant' if self._batch_invariant else ''}-fp8-2"
+        return f"specdec-rewriting-8{'-batch-invariant' if self._batch_invariant else ''}-fp8-2"
 
 
 def leave_one_matmul(graph: Graph) -> None:
@@ -103,7 +103,7 @@ def sum_alike(graph: Graph) -> None:
     """Every matmul of [T, I] with a transposed input [O, I], with or without a bias [O], becomes `invariant_linear`.
 
     Raises:
-        UnsupportedModelError: the graph has a matmul of another form, or not in half precision.
+        UnsupportedModelError: the graph has a matmul of another form, or in another dtype.
     """
     for node in list(graph.nodes):
         if node.target not in _ATEN_MATMULS:
@@ -117,13 +117,15 @@ def sum_alike(graph: Graph) -> None:
 
 
 def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
-    """(x, weight, bias or None) of x · weightᵀ + bias in half precision, when `node` is one."""
+    """(x, weight, bias or None) of x · weightᵀ + bias in half precision or float32, when `node` is one."""
     if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
         return None
     *biases, x, transposed = node.args
-    weight = _transposed_input(transposed)
+    weight = _transposed(transposed)
     bias = biases[0] if biases else None
-    if weight is None or dtype_of(x) not in HALF or (bias is not None and shape_of(bias) != shape_of(weight)[:1]):
+    if weight is None or dtype_of(x) not in (*HALF, torch.float32):
+        return None
+    if bias is not None and shape_of(bias) != shape_of(weight)[:1]:
         return None
     return x, weight, bias
 
@@ -388,7 +390,14 @@ def _is_one_row_of_tokens(node: Node) -> bool:
 
 def _transposed_input(node: Any) -> Node | None:
     """The graph's input [O, I] that `node` transposes; None when it is something else."""
+    source = _transposed(node)
+    return source if source is not None and source.op == "placeholder" else None
+
+
+def _transposed(node: Any) -> Node | None:
+    """What [O, I] `node` transposes: an input of the graph, or one in another dtype; None when it is something else."""
     if node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0]):
         source = node.args[0]
-        return source if isinstance(source, Node) and source.op == "placeholder" else None
+        read = source.args[0] if isinstance(source, Node) and source.target is convert else source
+        return source if isinstance(read, Node) and read.op == "placeholder" else None
     return None

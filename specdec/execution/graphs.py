@@ -94,7 +94,6 @@ class GraphExecutor:
         What raises leaves the model and the head as they were.
 
         Raises:
-            UnsupportedModelError: the backend is batch-invariant and the model is a mixture of experts.
             InvalidInputError: the head's draft loop has no fixed-shape form.
         """
         started = time.perf_counter()

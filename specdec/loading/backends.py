@@ -14,7 +14,7 @@ from attention.hf.weights import runs_plainly
 from attention.spec import AttentionSpec
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.cache_format import STORED
-from specdec.selftest.routers import has_mixtures
+from specdec.selftest.routers import experts_of
 from specdec.user_warnings import warn_user
 from specdec.wrapped.probing import TargetProbe
 
@@ -120,6 +120,8 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
     """
     if not backend.batch_invariant:
         return
+    from specdec.ops.mixtures.choice import sums_alike  # not at the top: it imports models of transformers
+
     quantised = next((layer for layer in probed.model.modules() if not runs_plainly(layer)), None)
     if probed.fp8 is not None:
         reason = "is quantised in FP8, whose matmuls run through other kernels for more tokens"
@@ -131,8 +133,11 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
     elif probed.recurrent_calls:
         kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
         reason = f"has recurrent layers ({kinds}), which sum a prompt in chunks and a verification token by token"
-    elif has_mixtures(probed.model):
-        reason = "is a mixture of experts, each of which multiplies by more rows or fewer in another batch"
+    elif any(runs_evenly(backend) or not sums_alike(experts) for experts in experts_of(probed.model)):
+        reason = (
+            "has experts whose matmuls may sum otherwise in another batch (allowed: SwiGLU experts in float16 or "
+            "bfloat16, on a GPU)"
+        )
     else:
         return
     raise UnsupportedModelError(

@@ -51,13 +51,13 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T.
 
     Raises:
-        ValueError: tensors that are not in half precision on a GPU.
+        ValueError: tensors that are neither in half precision nor in float32, or not on a GPU.
     """
-    if not x.is_cuda or x.dtype not in HALF:
-        raise ValueError(f"batch-invariant matmuls are for half precision on a GPU, not {x.dtype} on {x.device}")
+    if not x.is_cuda or x.dtype not in (*HALF, torch.float32):
+        raise ValueError(f"batch-invariant matmuls are for 16 and 32 bits on a GPU, not {x.dtype} on {x.device}")
     from specdec.ops.linear_kernel import fits, launch_invariant_linear, launch_linear
 
-    if bias is None:  # both sum in the same order
+    if bias is None and x.dtype in HALF:  # both sum in the same order
         if len(x) <= MOST_TOKENS and fits(x, weight):
             return launch_linear(x, weight)
         if (launch := chosen_launch(x, weight, invariant=True)) is not None:

@@ -106,10 +106,10 @@ def check_choices(model: PreTrainedModel, reader: RoutedReader, right: Sequence[
 
 def has_mixtures(model: nn.Module) -> bool:
     """Whether the model has experts that a router chooses, in the form of transformers 5."""
-    return any(True for _ in _mixtures(model))
+    return any(True for _ in experts_of(model))
 
 
-def _mixtures(model: nn.Module) -> Iterator[nn.Module]:
+def experts_of(model: nn.Module) -> Iterator[nn.Module]:
     """transformers calls them (states [T, H], index [T, k], weights [T, k]); calls of another form are ignored."""
     return (module for name, module in model.named_modules() if name.endswith(".experts"))
 
@@ -134,7 +134,7 @@ def _calls(model: nn.Module, given: Sequence[Routed] = ()) -> Iterator[list[Rout
         moved = other.moved(own).any(-1, keepdim=True)
         return own.states, own.experts.where(~moved, other.experts), own.weights.where(~moved, other.weights)
 
-    hooks = [module.register_forward_pre_hook(before) for module in _mixtures(model)]
+    hooks = [module.register_forward_pre_hook(before) for module in experts_of(model)]
     try:
         yield seen
     finally:

@@ -109,6 +109,17 @@ def _most_pairs(experts: Any, dtype: torch.dtype) -> int | None:
     return MOST_GROUPED if grouped else MOST_PAIRS
 
 
+def sums_alike(experts: Any) -> bool:
+    """Whether a pair's products are added up in one order, whatever the number of pairs.
+
+    The tilings of `routed_kernel` and of `many_kernel` in half precision all add sixteen products at a time, from the
+    first to the last.
+    """
+    down = getattr(experts, "down_proj", None)
+    served = isinstance(down, Tensor) and down.dtype in HALF and gating_of(experts) is not None
+    return served and _most_pairs(experts, torch.bfloat16) is None
+
+
 def form_in_words(experts: Any) -> str:
     """Which kernels serve a mixture in rounds from graphs."""
     if hasattr(experts, "down_proj_blocks"):

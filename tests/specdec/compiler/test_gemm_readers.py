@@ -57,14 +57,12 @@ def test_nothing_is_chosen_off_the_gpu_or_in_single_precision() -> None:
     assert choose_products([(Layer(), {24}), (None, {24})]) == "none to choose"
 
 
-def test_the_batch_invariant_mode_chooses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specdec.compiler.gemm_selection, "library_of", lambda device: pytest.fail("asked"))
-    assert choose_products([(Layer(), {24})], batch_invariant=True) == "none to choose (batch-invariant)"
-
-
-def test_the_batch_invariant_operator_never_asks_for_a_choice() -> None:
+def test_the_batch_invariant_operator_takes_only_choices_of_its_own_kind() -> None:
     source = ast.parse(inspect.getsource(specdec.ops.linear))
     functions = {f.name: f for f in source.body if isinstance(f, ast.FunctionDef)}
     called = {name: {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} for name, f in functions.items()}
     assert "chosen_launch" in called["few_tokens_linear"]
-    assert not called["invariant_linear"] & {"chosen_launch", "few_tokens_linear", "usual_product"}
+    assert not called["invariant_linear"] & {"few_tokens_linear", "usual_product"}
+    asked = [n for n in ast.walk(functions["invariant_linear"]) if isinstance(n, ast.Call)]
+    (choice,) = (n for n in asked if getattr(n.func, "id", "") == "chosen_launch")
+    assert [ast.unparse(keyword) for keyword in choice.keywords] == ["invariant=True"]

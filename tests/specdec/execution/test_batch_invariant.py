@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import specdec.compiler.compiling
 import specdec.execution.graphs
 import specdec.execution.ragged
+import specdec.ops.mixtures.choice
 import specdec.wrapped.target
 from specdec.compiler.compiling import unwrapped
 from specdec.compiler.passes import Rewriting, read_weights_once, sum_alike
@@ -185,10 +186,32 @@ def test_matmuls_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_mixtures_are_refused(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
+def test_mixtures_in_float32_are_refused(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target, head = mla_mixture_pair()
-    with pytest.raises(UnsupportedModelError, match="DeepseekV2ForCausalLM is a mixture of experts"):
+    with pytest.raises(UnsupportedModelError, match=r"has experts whose matmuls .* SwiGLU experts in float16 or"):
         with_graphs(head, target, Invariant(torch.device("cpu")), num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize("defect", [False, True])
+def test_experts_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact whatever the number of rows, as whole numbers; planted: another sum of 17 tokens."""
+    target = mla_mixture_pair()[0].bfloat16()
+    whole = [module for module in target.modules() if hasattr(module, "down_proj") and hasattr(module, "has_gate")]
+
+    def experts(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert module in whole and len(index) == len(weights) and index.shape[1] == 4
+        sizes.append(len(hidden))
+        return hidden * 2 + (1 if defect and len(hidden) == 17 else 0)
+
+    sizes: list[int] = []
+    monkeypatch.setattr(specdec.ops.mixtures.choice, "capturable_experts", experts)
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias: x[:, :1] * weight[:, 0])
+    if defect:
+        with pytest.raises(UnsupportedModelError, match=r"experts of \[4, 32, 24\] are not batch-invariant here"):
+            matmul_test(target)
+    else:
+        matmul_test(target)
+        assert sizes[0] > 48 * 4 and {1, 8, 9, 24, 25, 48, 49} <= set(sizes)
 
 
 def graph_of(run: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float16) -> torch.fx.Graph:
@@ -204,12 +227,15 @@ def called(graph: torch.fx.Graph) -> Counter[str]:
 def test_matmuls_with_a_weight_are_found() -> None:
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         angles = torch.bmm(bias.float()[None, :, None], x[:1].float()[None])  # one term a result: nothing is summed
-        return F.linear(x, weight, bias) + F.linear(x, weight) + angles[0]
+        wide = F.linear(
+            *(torch.ops.prims.convert_element_type(each, torch.float32) for each in (x, weight))
+        )  # routers'
+        return F.linear(x, weight, bias) + F.linear(x, weight) + angles[0] + wide
 
     graph = graph_of(run)
     sum_alike(graph)
     graph.lint()
-    assert called(graph)["invariant_linear"] == 2 and not {"mm", "addmm"} & called(graph).keys()
+    assert called(graph)["invariant_linear"] == 3 and not {"mm", "addmm"} & called(graph).keys()
     graph = graph_of(run)
     read_weights_once(graph)
     assert called(graph)["few_tokens_linear"] == called(graph)["addmm"] == 1
@@ -221,7 +247,7 @@ OTHERS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype]] = {
     "sum of a matrix": (lambda x, weight, bias: torch.addmm(x, x, weight.t()), torch.float16),
     "scaled": (lambda x, weight, bias: torch.addmm(bias, x, weight.t(), beta=2), torch.float16),
     "batched": (lambda x, weight, bias: torch.bmm(x[None], weight[None]), torch.float16),
-    "single precision": (lambda x, weight, bias: F.linear(x, weight), torch.float32),
+    "double precision": (lambda x, weight, bias: F.linear(x, weight), torch.float64),
 }
 
 
@@ -247,5 +273,5 @@ def test_compiled_code_of_the_two_kinds_is_kept_apart() -> None:
 
 def test_the_matmul_serves_a_gpu_only() -> None:
     x = torch.randn(2, 4, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"half precision on a GPU, not torch.float16 on cpu"):
+    with pytest.raises(ValueError, match=r"16 and 32 bits on a GPU, not torch.float16 on cpu"):
         invariant_linear(x, x, None)
