@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma2Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 from attention.backends.invariant import InvariantBackend
@@ -122,7 +124,30 @@ def test_attention_in_pieces(heads: tuple[int, int], dim: int, kind: str, dtype:
         assert torch.equal(out[b - a :], whole[:20])
 
 
-CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "gemma2": Gemma2Config}
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "gemma2": Gemma2Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "deepseek_v2": DeepseekV2Config,
+}
+_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 512}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 32},
+    "qwen3_moe": {"num_experts": 16, **_EXPERTS},
+    "deepseek_v2": {
+        "n_routed_experts": 16,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 128,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "num_key_value_heads": 16,
+        **_EXPERTS,
+    },
+}
+"""Of mixtures, rounds of 2,048 tokens have more than 48 pairs an expert: another kernel than of a few tokens."""
 QUESTIONS = [
     torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in [*range(3, 60), 200, 300]
 ]
@@ -135,8 +160,8 @@ def made(kind: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Eagle3Head]:
     sizes = {"vocab_size": VOCAB, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    window = {"sliding_window": 32} if kind == "gemma2" else {}
-    config = CONFIGS[kind](**sizes, **heads, **ids, **window, max_position_embeddings=1024)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {**sizes, **heads, **ids, **OWN.get(kind, {}), "max_position_embeddings": 1024}
+    config = CONFIGS[kind](**arguments)
     target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for name, parameter in target.named_parameters():
         if name.endswith("bias"):
@@ -190,11 +215,14 @@ def generated(
         ("llama", torch.float16, [(5, 3, 100)]),
         ("qwen2", torch.bfloat16, [(5, 3, 100)]),
         ("gemma2", torch.bfloat16, [(5, 3, 100)]),
+        ("qwen3_moe", torch.bfloat16, [(5, 8, 2048), (2, 1, 64)]),
+        ("qwen3_moe", torch.float16, [(5, 3, 100)]),
+        ("deepseek_v2", torch.bfloat16, [(5, 8, 2048), (2, 1, 64)]),
     ],
 )
 def test_drafts_and_batches_change_no_answer(kind: str, dtype: torch.dtype, others: list[tuple[int, int, int]]) -> None:
     """Other drafts, rows and chunks of prompts: other graphs and other rounds beside them. Qwen2 adds biases, Gemma2
-    has windows, softcaps and norms that stay the compiler's."""
+    has windows, softcaps and norms that stay the compiler's, DeepSeek MLA and a router in float32."""
     plain = generated("batch_invariant", dtype, 0, 8, 2048, kind)
     for other in others:
         assert generated("batch_invariant", dtype, *other, kind) == plain, other
