@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from evals.acceptance.acceptance import settings
 from evals.acceptance.summary import Json
 from evals.data.datasets import digest
 from evals.lossless.greedy import FLOAT32_TOLERANCE
-from evals.lossless.independence import noise_streams
 from evals.lossless.lossless import answers_to, distribution_of, identity, keyed_identity
-from evals.lossless.verdicts import POWER
-from evals.runs.conversations import Worker
+from evals.lossless.verdicts import ALPHA, POWER
+from evals.runs.conversations import Worker, prompt_of
 from evals.runs.executor import Plan
 from evals.runs.store import versions
 from evals.runs.verdict import Verdict, together
@@ -36,6 +36,11 @@ from specdec.requests.sampling import SamplingParams
 from specdec.rounds import randomness
 from specdec.rounds.randomness import noise_seeds, request_key
 
+_REQUESTS = 64
+_TOKENS = 16
+_WINNERS = 1024
+_MOST_REPEATED = 5
+"""Equal values among the winners: one or two of noise that keeps its exponent, a hundred of noise of 24 bits."""
 _CHECKS = ("greedy", "keyed", "sampled", "streams")
 _ELSE = (
     "options of requests but max_new_tokens, temperature, top_k, top_p, min_p, seed, n, ignore_eos and logprobs; "
@@ -124,6 +129,49 @@ def _check(name: str, worker: Worker, plan: Plan, samples: int, places: int) -> 
     if limit is not None and any(arm["logprob_difference"] > limit for arm in found["arms"]):
         found["verdict"] = Verdict.FAIL
     return found
+
+
+def noise_streams(worker: Worker, plan: Plan) -> Json:
+    """Test that the streams of `sampling="keyed"` are independent, and the noise itself. Right ones fail with
+    probability ALPHA.
+
+    At a temperature where all tokens are equally probable the noise alone decides, so that two tokens are the same as
+    often as there are tokens in the vocabulary. Noise that is used twice gives the same token twice: at neighbouring
+    positions, in two samples of a seed, or in two requests.
+
+    equal: of each kind of pairs how many are equal, how many pairs there are, and how many equal ones are allowed.
+    """
+    from scipy.stats import binom
+
+    model = worker.models["main"]
+    prompt = prompt_of(model.tokenizer, plan.data.questions[0], plan.asking)
+    each = [
+        SamplingParams(
+            max_new_tokens=_TOKENS,
+            temperature=1e6,  # all tokens are equally probable
+            n=2,
+            ignore_eos=True,
+            seed=seed,
+            num_speculative_tokens=plan.arms[-1].k,
+        )
+        for seed in range(_REQUESTS)
+    ]
+    done = model.generate([prompt] * _REQUESTS, each)
+    drawn = np.reshape([one.token_ids for one in done], (_REQUESTS, 2, _TOKENS))
+    kinds = {
+        "neighbouring positions": drawn[..., 1:] == drawn[..., :-1],
+        "samples of one seed": drawn[:, 0] == drawn[:, 1],
+        "neighbouring seeds": drawn[1:] == drawn[:-1],
+    }
+    chance = 1 / model.hf_model.config.get_text_config().vocab_size
+    equal = {
+        kind: (int(found.sum()), found.size, int(binom.isf(ALPHA / len(kinds), found.size, chance)))
+        for kind, found in kinds.items()
+    }
+    best = noise.gumbel(torch.tensor([[5]]), torch.arange(2**22))[0].topk(_WINNERS).values
+    repeated = _WINNERS - len(best.unique())
+    is_wrong = repeated >= _MOST_REPEATED or any(count > most for count, _, most in equal.values())
+    return {"equal": equal, "repeated": repeated, "verdict": Verdict.FAIL if is_wrong else Verdict.PASS}
 
 
 def certificate(rules: Json, options: Json) -> Json:

@@ -12,8 +12,7 @@ import pytest
 from fakes import table_head, tiny_llama, wrap
 
 from evals.acceptance.acceptance import sweep
-from evals.lossless.certificate import PLANTED
-from evals.lossless.independence import noise_streams
+from evals.lossless.certificate import PLANTED, noise_streams
 from evals.runs.conversations import Asking, ModelSpec, Worker
 from evals.runs.executor import Plan
 from specdec.requests.sampling import SamplingParams
