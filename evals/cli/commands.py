@@ -1,4 +1,4 @@
-"""`specdec eval acceptance | compare | lossless | certify`: options in, files and a table out."""
+"""`specdec eval acceptance | compare | lossless | certify | diverge`: options in, files and a table out."""
 
 from __future__ import annotations
 
@@ -240,6 +240,33 @@ def certify(target: str, head: str, answers: Path | None, **options: Any) -> Non
             worker.models["main"].close()
         document = certificate(rules, options)
     _finish(options, document, "certificate", page=render_certificate(document))
+
+
+@click.command(
+    short_help="Name the operators whose results depend on the batch.",
+    epilog=examples(
+        "specdec eval diverge gsm-llama --backend batch_invariant --dtype bfloat16",
+        "specdec eval diverge MODEL --backend torch --data prompts.jsonl --limit 5 --output diverge.json",
+    ),
+    context_settings={"default_map": {"data": "arithmetic", "limit": 3}},
+)
+@click.argument("target", type=names.model_name)
+@load_options(offered("eval", {**shared.OWN_NAMES, "self_test": "", "tensor_parallel_size": ""}))
+@shared.data_options
+@shared.output_option
+def diverge(target: str, **options: Any) -> None:
+    """Name the operators whose results for a token depend on what else is in the batch: exit code 1, or 0 for none.
+
+    Questions are read in one batch, then alone, cut in two, and as verifications of three drafts and of none. Bits of
+    every module's and attention's results are compared, each with equal arguments; then the logits of the model as it
+    is served.
+    """
+    options.update(model=target, batch_size=1, seed=0, self_test="quick")
+    questions = _data(options).questions
+    from evals.lossless.diverge import diverge, load
+
+    model = load(shared.make_spec(options, None, 0))
+    _finish(options, diverge(model, [question.turns[0] for question in questions]), "diverge")
 
 
 def _within_budget(options: Options, executor: Executor, plan: Plan) -> Plan:

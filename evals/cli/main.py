@@ -16,6 +16,7 @@ _EVALUATIONS = {
         "evals.cli.commands:lossless", "Check that speculation leaves the target's output unchanged."
     ),
     "certify": LazyCommand("evals.cli.commands:certify", "A certificate of exactness, or an audit of other answers."),
+    "diverge": LazyCommand("evals.cli.commands:diverge", "Name the operators whose results depend on the batch."),
     "compare": LazyCommand("evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."),
     "gsm8k": LazyCommand("evals.cli.accuracy_commands:gsm8k", "GSM8K accuracy with and without speculation (lm-eval)."),
     "humaneval": LazyCommand("evals.cli.accuracy_commands:humaneval", "HumanEval pass@1; runs code the model wrote."),

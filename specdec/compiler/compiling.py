@@ -220,15 +220,15 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
         raise found from None
 
 
-def for_any_batch(model: Compiled) -> Compiled:
-    """A batch-invariant compiled model for the self-test's calls: it runs the code of the graphs, compiled once.
+def for_any_batch(model: Compiled, batch_invariant: bool = True) -> Compiled:
+    """A compiled model for the self-test's calls: it runs the code of the graphs, compiled once.
 
     The self-test calls in inference mode, whose tensors have guards that differ from the capture's.
     """
 
     def run(**inputs: Any) -> Any:
         # Clones made here are normal tensors, as in the capture; inference tensors would trigger a recompilation.
-        with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
+        with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant):
             return model(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()})
 
     return run

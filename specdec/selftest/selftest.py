@@ -242,20 +242,24 @@ def _limit(target: Target, error: float) -> float:
 
 
 @torch.inference_mode()
-def invariance_test(target: Target, model: Function | None = None) -> None:
-    """Read three rows at once and again in pieces, by the form `model` of the target, and compare logits bit by bit.
+def invariance_test(target: Target, model: Function | None = None, rows: Any = None) -> None:
+    """Read rows at once and again in pieces, by the form `model` of the target, and compare logits bit by bit.
 
-    Its own form was compared with its eager forward before.
+    Its own form was compared with its eager forward before. rows: `DummyRows`, by default three, one of them long;
+    those given are also cut in the middle, and read whole by themselves.
 
     Raises:
         UnsupportedModelError: a token's logits depend on the rest of the batch, or differ from the model's.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    # Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it.
-    ends = _PROMPT_LENS + VERIFY_LEN
-    most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
-    ends[0] = max(ends[0], min(_MOST_TOKENS, most, _room(target)))
-    rows = DummyRows.of(target, ends)
+    if given := rows is not None:
+        ends = np.array([*map(len, rows.ids)])
+    else:
+        # Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it.
+        ends = _PROMPT_LENS + VERIFY_LEN
+        most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
+        ends[0] = max(ends[0], min(_MOST_TOKENS, most, _room(target)))
+        rows = DummyRows.of(target, ends)
     none = np.zeros_like(ends)
     everyone = range(len(ends))
     whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
@@ -265,9 +269,9 @@ def invariance_test(target: Target, model: Function | None = None) -> None:
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )
-    cuts = (ends - VERIFY_LEN, ends - 1)
+    cuts = [ends - VERIFY_LEN, ends - 1] + [none, ends // 2] * given
     pieces = [ReadPiece(none, cuts[0], everyone)]
-    pieces += [ReadPiece(cut, ends, chosen) for chosen in (everyone, (0,), (1,), (2,)) for cut in cuts]
+    pieces += [ReadPiece(cut, ends, chosen) for chosen in (everyone, *((row,) for row in everyone)) for cut in cuts]
     for piece in pieces:
         for row, own, theirs in zip(piece.rows, rows.read_by_row(piece, model), piece.right_tokens(whole), strict=True):
             if not torch.equal(own, theirs):
