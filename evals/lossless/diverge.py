@@ -7,10 +7,10 @@ judged apart from those before it. Attention counts as one operator.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from attention.hf.patches import borrowed
+from attention.hf.patches import Value, borrowed
 from evals.runs.conversations import ModelSpec
 from evals.runs.verdict import Verdict
 from specdec.errors import UnsupportedModelError
@@ -42,8 +42,9 @@ class _Watch:
 
     Attributes:
         names: of operators. caller: the module that is running.
-        kept: of each tensor with a token dimension, by its number in a forward, [tokens, n] of each row.
-        found: what differed, by the same number; of each tensor the first time.
+        calls: how often each operator ran in this forward.
+        kept: of each tensor with a token dimension, by operator, call and place, [tokens, n] of each row.
+        found: what differed, by the same key; of each tensor the first time.
     """
 
     def __init__(self, rows: DummyRows) -> None:
@@ -52,41 +53,43 @@ class _Watch:
         self.ids = rows.ids
         self.names = {module: name for name, module in target.hf_model.named_modules()} | {target.runner: "attention"}
         self.caller: Any = target.hf_model
-        self.kept: dict[int, Any] = {}
-        self.found: dict[int, Json] = {}
+        self.kept: dict[Any, Any] = {}
+        self.found: dict[Any, Json] = {}
 
     def read_by_row(self, piece: ReadPiece, model: Function | None) -> list[Tensor]:
         """See `DummyRows`."""
         self.piece = piece
-        self.numbers = count()
+        self.calls = Counter[Any]()
         return self.rows.read_by_row(piece, model)
 
     def run(self, operator: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Call an operator with the kept arguments, of which the caller's own code makes others; its kept results."""
         caller = self.caller
-        args, kwargs = self._same(caller, (args, kwargs))
+        args, kwargs = self._same(operator, caller, (args, kwargs))
         self.caller = operator
         results = function(*args, **kwargs)
         self.caller = caller
-        return self._same(operator, results, (args, kwargs))
+        return self._same(operator, operator, results, (args, kwargs))
 
-    def _same(self, operator: Any, results: Any, given: Any = ()) -> Any:
-        """Results of an operator, by the arguments `given`, with the bits that were kept."""
-        leaves, form = tree_flatten(results)
+    def _same(self, operator: Any, maker: Any, values: Any, given: Any = ()) -> Any:
+        """Arguments or results of an operator with the bits that were kept. maker: made them, by arguments `given`."""
+        leaves, form = tree_flatten(values)
+        call = operator, not given
+        self.calls[call] += 1
         lens = [*map(len, self.ids)]
         for place, x in enumerate(leaves):
-            number = next(self.numbers)
-            if number in self.kept:
-                right = torch.cat(self.piece.right_tokens(self.kept[number]))
+            key = (*call, self.calls[call], place)
+            if key in self.kept:
+                right = torch.cat(self.piece.right_tokens(self.kept[key]))
                 own = x.contiguous().clone().view(-1, right.shape[1])
                 part = own[: len(right)]  # compiled code reads two tokens at least
                 differs = (part.view(torch.uint8) != right.view(torch.uint8)).any(1)
                 if not differs.any():
                     continue
-                shape = getattr(getattr(operator, "weight", None), "shape", ())
+                shape = getattr(getattr(maker, "weight", None), "shape", ())
                 about = {
-                    "name": self.names[operator],
-                    "kind": f"{type(operator).__name__} {[*shape]}",
+                    "name": self.names[maker],
+                    "kind": f"{type(maker).__name__} {[*shape]}",
                     "caller": self.names[self.caller],
                     "inputs": [[*each.shape] for each in tree_leaves(given) if isinstance(each, Tensor)],
                     "whole": sum(lens),
@@ -96,11 +99,11 @@ class _Watch:
                     "tokens": int(differs.sum()),
                     "largest": float((part.double() - right.double()).abs().max()),
                 }
-                self.found.setdefault(number, about)
+                self.found.setdefault(key, about)
                 part.copy_(right)
                 leaves[place] = own.view(x.shape)
             elif isinstance(x, Tensor) and sum(lens) in x.shape[:-1][:2]:  # the first reading
-                self.kept[number] = x.reshape(sum(lens), -1).clone().split(lens)
+                self.kept[key] = x.reshape(sum(lens), -1).clone().split(lens)
         return tree_unflatten(leaves, form)
 
 
@@ -117,7 +120,7 @@ def diverge(model: Any, texts: list[str]) -> Json:
     rows = replace(rows, ids=[torch.from_numpy(row).to(whole.device) for row in ids])
     watch = _Watch(rows)
     form = served = None
-    values = [
+    values: list[Value] = [
         (target, "steps", None),
         (target.runner, "attend", partial(watch.run, target.runner, target.runner.attend)),
     ]
@@ -136,7 +139,7 @@ def diverge(model: Any, texts: list[str]) -> Json:
     # Logits that differ beyond all modules end the first test; the second one reports them.
     with suppress(UnsupportedModelError), patch.object(nn.Module, "__call__", called), borrowed(values):
         invariance_test(target, form, watch)
-    found = [each for _, each in sorted(watch.found.items())]
+    found = [watch.found[key] for key in watch.kept if key in watch.found]
     logits = ""
     try:
         invariance_test(target, served, rows)
