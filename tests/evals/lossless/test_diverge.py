@@ -108,6 +108,16 @@ def test_a_norm_that_sums_in_another_order_for_one_token() -> None:
     assert all(each["stop"][0] - each["start"][0] == 1 for each in found["operators"])
 
 
+@pytest.mark.parametrize("tokens", [65, 32])
+def test_rows_are_also_read_whole_by_themselves_and_cut_in_the_middle(tokens: int) -> None:
+    model = invariant()
+    norm = model.hf_model.model.norm
+    right = norm.forward
+    norm.forward = lambda x: right(x) * (1 + 2**-7 * (x.shape[1] == tokens))
+    (only,) = diverge(model, TEXTS)["operators"]
+    assert (only["name"], only["tokens"]) == ("model.norm", tokens)
+
+
 def test_one_linear_layer_that_is_left_plain() -> None:
     model = invariant()
     layer = model.hf_model.model.layers[2].mlp.gate_proj
