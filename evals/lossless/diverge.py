@@ -110,7 +110,7 @@ class _Watch:
 def diverge(model: Any, texts: list[str]) -> Json:
     """Every operator of a SpeculativeModel's target that differs, in order of execution, and how its logits do.
 
-    Texts are cut or repeated to about 64 tokens. With rounds from CUDA graphs, modules that have none of their own are
+    Texts are cut or repeated to about 64 tokens. With rounds from CUDA graphs, modules without submodules are
     compiled by the same settings as the whole. Nothing else may call modules meanwhile, on any thread.
     """
     target = model.target
