@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.cpu_results import table
@@ -288,7 +289,21 @@ def half() -> Iterator[str]:
     yield "fp16 changes {} and {}, bf16 {} and {}".format(*with_graphs[0], *with_graphs[1])
     assert [n for key, n in changed.items() if key[1] == "batch_invariant"] == [0, 0]
     found_rounds = rounds("round-h200-2026-11-21-invariant.jsonl")
-    yield f"takes {listed([ms(found_rounds[5, rows]) for rows in (1, 8, 32)])} ms at 1, 8 and 32 rows"
+    yield f"took {listed([ms(found_rounds[5, rows]) for rows in (1, 8, 32)])} ms at 1, 8 and 32 rows"
+    (found,) = (line for line in _invariant_turns() if line[0] == ("llama-3.1-8b", 5))
+    now, before = ([f"{np.median(each[name]):.2f}" for each in found[1][:3]] for name in ("now_ms", "before_ms"))
+    yield f"and takes {now[0]}, {now[1]} and"
+    yield f"{now[2]} since its matmuls"
+    yield f"{listed(before)} by default"
+
+
+def _invariant_turns() -> list[tuple[tuple[str, int], list[Any]]]:
+    """Steps by shape and K, in the order of rows."""
+    found: dict[tuple[str, int], list[Any]] = {}
+    for line in lines("turns-h200-2026-12-01-invariant.jsonl"):
+        if line["of"].startswith("a step of"):
+            found.setdefault((line["shape"], line["drafts"]), []).append(line)
+    return list(found.items())
 
 
 def built_in() -> Iterator[str]:
@@ -327,9 +342,15 @@ def readme() -> Iterator[str]:
 
 
 def exactness() -> Iterator[str]:
-    slow, plain = rounds("round-h200-2026-11-21-invariant.jsonl"), rounds("round-h200-2026-11-21-e.jsonl")
-    more = [slow[5, rows]["step_ms_median"] / plain[5, rows]["step_ms_median"] - 1 for rows in (1, 8, 32)]
-    yield f"takes {listed([f'{100 * share:.0f}' for share in more])} % longer at 1, 8 and 32 rows"
+    for (shape, drafts), steps in _invariant_turns():
+        ratios = ", ".join(f"{line['ratio']:.3f}" for line in steps)
+        assert max(line["ratio"] for line in steps) < 1.0555 or shape.startswith("deepseek")
+        yield {0: f"a step without drafts | {ratios} |", 5: f"K = 5 | {ratios} |"}.get(
+            drafts, f"to 32 rows | {ratios} |"
+        )
+    for line in lines("invariant-bits-h200-2026-12-01.jsonl"):
+        assert (line["requests"], line["differing"]) == (200, 0)
+    yield "Of 200 requests to each of the two mixtures, greedy and keyed, none had another token"
     price = {row["dtype"]: row["results"] for row in lines("invariant-cpu-2026-11-30.jsonl") if "results" in row}
     for dtype, results in price.items():
         more = [f"{100 * (each['ratio'] - 1):.0f}" for each in results]
