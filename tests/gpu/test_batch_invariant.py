@@ -203,7 +203,10 @@ def loaded(
 def generated(
     backend: str, dtype: torch.dtype, drafts: int, rows: int, batched: int, kind: str = "llama"
 ) -> list[tuple[list[int], list[float]]]:
-    """Answers to all questions, and their log-probabilities. Random models soon repeat themselves: many short answers have more to decide."""
+    """Answers to all questions, and their log-probabilities.
+
+    Random models soon repeat themselves: many short answers have more to decide.
+    """
     model = loaded(backend, dtype, drafts, rows, batched, kind)
     done = model.generate(QUESTIONS, SamplingParams(max_new_tokens=12, logprobs=0))
     return [(c.token_ids, [each.logprob for each in c.logprobs or ()]) for c in done]
