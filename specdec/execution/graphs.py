@@ -72,7 +72,7 @@ from specdec.rounds.fixed import FixedSampling, fixed_target
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import AheadTransfer, DeviceRound
 from specdec.rounds.verification import TargetArrays, empty_target
-from specdec.selftest.selftest import invariance_test, matmul_test
+from specdec.selftest.selftest import experts_test, invariance_test, matmul_test
 from specdec.wrapped.alterations import Alterations
 from specdec.wrapped.target import Target
 
@@ -169,6 +169,7 @@ class GraphExecutor:
                 with unwrapped(UnsupportedModelError):
                     invariance_test(target, for_any_batch(self._model))
                     matmul_test(target.hf_model)
+                    experts_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
             beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
             loop = self._loop

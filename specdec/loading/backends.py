@@ -133,10 +133,10 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
     elif probed.recurrent_calls:
         kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
         reason = f"has recurrent layers ({kinds}), which sum a prompt in chunks and a verification token by token"
-    elif any(runs_evenly(backend) or not sums_alike(experts) for experts in experts_of(probed.model)):
+    elif not runs_evenly(backend) and not all(map(sums_alike, experts_of(probed.model))):
         reason = (
-            "has experts whose matmuls may sum otherwise in another batch (allowed: SwiGLU experts in float16 or "
-            "bfloat16, on a GPU)"
+            "has experts whose matmuls may sum otherwise in another batch (on a GPU allowed: SwiGLU experts in float16 "
+            "or bfloat16)"
         )
     else:
         return

@@ -117,6 +117,14 @@ class Matrix:
         return last[2][place]
 
 
+def even_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I] · weightᵀ [I, O] + bias, of a plain weight; a row gets the same bits beside any others."""
+    rows = x.reshape(-1, x.shape[-1])
+    few = F.pad(rows, (0, 0, 0, max(EVEN_ROWS - len(rows), 0)))
+    found: Tensor = ONEDNN._linear_pointwise(few, weight, bias, "none", [], "")
+    return found[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
 class PackedWeight(Tensor):
     """A layer's rows of a `Matrix` in place of its weight: a linear layer multiplies by them as they are laid out.
 

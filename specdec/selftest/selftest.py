@@ -284,8 +284,7 @@ def invariance_test(target: Target, model: Function | None = None, rows: Any = N
 
 @torch.inference_mode()
 def matmul_test(model: PreTrainedModel) -> None:
-    """Multiply by a weight of every shape of the model, and by every shape of experts, in batches of all sizes of
-    tiles, and compare bit by bit.
+    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
 
     On a CPU by its linear layers as they are.
 
@@ -293,7 +292,6 @@ def matmul_test(model: PreTrainedModel) -> None:
         UnsupportedModelError: on this device a token's result depends on the number of tokens.
     """
     from specdec.ops.linear import invariant_linear
-    from specdec.ops.mixtures.choice import mixtures
 
     product = F.linear if model.device.type == "cpu" else invariant_linear
     plain = (m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and is_plain_weight(m.weight))
@@ -306,27 +304,34 @@ def matmul_test(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(
                 f"matmuls with a weight of {list(weight.shape)} are not batch-invariant here; use another backend"
             )
+
+
+@torch.inference_mode()
+def experts_test(model: PreTrainedModel) -> None:
+    """Multiply by experts of every shape, as rounds from graphs do, and compare bit by bit.
+
+    Up to more tokens than `better_by_many` needs, in sizes on both sides of every tiling's limit.
+
+    Raises:
+        UnsupportedModelError: on this device a token's result depends on the number of tokens.
+    """
+    from specdec.ops.mixtures.choice import capturable_experts, mixtures
+
     for experts in {each.down_proj.shape: each for each in mixtures(model)}.values():
-        _experts_test(experts)
-
-
-def _experts_test(experts: Any) -> None:
-    """Up to more tokens than `better_by_many` needs, in sizes on both sides of every tiling's limit."""
-    from specdec.ops.mixtures.choice import capturable_experts
-
-    many, width = len(experts.down_proj), experts.down_proj.shape[1]
-    generator = torch.Generator(experts.down_proj.device).manual_seed(0)
-    chosen = min(many, 8)
-    mean = [size * many // chosen for size in (8, 24, 48)]
-    scores = torch.randn((mean[-1] + _LARGE_BATCH, many), generator=generator, device=experts.down_proj.device)
-    hidden = torch.randn((len(scores), width), generator=generator, device=scores.device).to(experts.down_proj.dtype)
-    weights, index = scores.softmax(-1).to(hidden.dtype).topk(chosen)
-    whole = capturable_experts(experts, hidden, index, weights)
-    for n in {*_BATCHES, *mean, *(size + 1 for size in mean)}:
-        if not torch.equal(capturable_experts(experts, hidden[:n], index[:n], weights[:n]), whole[:n]):
-            raise UnsupportedModelError(
-                f"experts of {list(experts.down_proj.shape)} are not batch-invariant here; use another backend"
-            )
+        down = experts.down_proj
+        many, width = down.shape[:2]
+        generator = torch.Generator(down.device).manual_seed(0)
+        chosen = min(many, 8)
+        mean = [size * many // chosen for size in (8, 24, 48)]
+        scores = torch.randn((mean[-1] + _LARGE_BATCH, many), generator=generator, device=down.device)
+        hidden = torch.randn((len(scores), width), generator=generator, device=down.device).to(down.dtype)
+        weights, index = scores.softmax(-1).to(down.dtype).topk(chosen)
+        whole = capturable_experts(experts, hidden, index, weights)
+        for n in {*_BATCHES, *mean, *(size + 1 for size in mean)}:
+            if not torch.equal(capturable_experts(experts, hidden[:n], index[:n], weights[:n]), whole[:n]):
+                raise UnsupportedModelError(
+                    f"experts of {list(down.shape)} are not batch-invariant here; use another backend"
+                )
 
 
 @torch.inference_mode()

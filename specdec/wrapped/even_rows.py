@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.hf.patches import Value
 from specdec.errors import UnsupportedModelError
+from specdec.ops.packed_weight import even_linear
 from specdec.wrapped.target import Target
 
 _VECTORS = 64
@@ -26,10 +27,11 @@ _ONE_THREAD = 2**14
 
 Source: pytorch/pytorch, aten/src/ATen/native/cpu/Activation.cpp, GELU_MIN_ELEMENTS_FOR_MULTI_THREADING."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_ELEMENTWISE = ("silu", "gelu", "sigmoid", "softplus", "elu", "celu", "selu", "mish", "log_sigmoid", "hardswish")
 _UNEVEN = frozenset(
     (
         *("linear", "mm", "addmm", "baddbmm", "mv", "addmv", "dot", "einsum", "convolution", "cumsum"),
-        *("silu", "gelu", "sigmoid", "softplus", "elu", "celu", "selu", "mish", "log_sigmoid", "hardswish"),
+        *_ELEMENTWISE,
         "scaled_dot_product_attention",
     )
 )
@@ -37,13 +39,40 @@ _UNEVEN = frozenset(
 measured for 1 to 1,000 rows of five widths with 1 to 5 threads; bmm of rotary embeddings sums nothing."""
 
 
-def even_activations(model: nn.Module) -> list[Value]:
-    """Forwards, for the duration of a specdec forward, by which a model's activations round each number alike."""
-    return [
+def even_forwards(model: nn.Module) -> list[Value]:
+    """Attributes, for the duration of a specdec forward, by which a model's activations and experts round each number
+    alike: experts take turns, and functions of their block are replaced by even ones."""
+    found: list[Value] = [
         (module, "forward", partial(_evenly, module.forward))
         for module in model.modules()
         if type(module).__module__ in _ACTIVATIONS and not (module._parameters or hasattr(module, "dim"))
     ]
+    for block in model.modules():
+        experts = getattr(block, "experts", None)
+        if hasattr(experts, "has_gate"):
+            # The property's own attribute: a property cannot be borrowed.
+            found.append((experts.config, "_experts_implementation_internal", "eager"))
+            found.append((block, "forward", _Even(block.forward)))
+    return found
+
+
+class _Even(TorchDispatchMode):
+    """A forward whose linear layers and activations that are no modules give a row the same bits in any batch."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return self.forward(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.linear.default:
+            return even_linear(*args)
+        if func.overloadpacket.__name__ in _ELEMENTWISE:
+            return _evenly(func, *args)
+        return func(*args, **kwargs or {})
 
 
 def _evenly(activation: Any, x: Tensor) -> Tensor:

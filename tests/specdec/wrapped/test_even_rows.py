@@ -17,7 +17,7 @@ from attention.backends.reference import TorchBackend
 from specdec import SamplingParams
 from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 from specdec.wrapped import linears
-from specdec.wrapped.even_rows import even_activations
+from specdec.wrapped.even_rows import even_forwards
 from tests.specdec.execution.test_graphs import mla_mixture_pair
 from tests.specdec.ops.test_packed_weight import DTYPES
 
@@ -45,7 +45,7 @@ def uneven(function: Any, width: int) -> list[int]:
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
 @torch.inference_mode()
 def test_activations_round_a_number_alike_in_any_batch(name: str, width: int) -> None:
-    ((_, _, even),) = even_activations(ACT2FN[name])
+    ((_, _, even),) = even_forwards(ACT2FN[name])
     x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(even(x), ACT2FN[name](x))
     for number in (1, 5):
@@ -61,7 +61,7 @@ def test_plain_ones_do_not() -> None:
 
 
 def test_activations_with_weights_or_along_a_dimension_stay() -> None:
-    assert not even_activations(nn.Sequential(nn.PReLU(), nn.Softmax(-1), nn.GLU(), nn.MultiheadAttention(4, 2)))
+    assert not even_forwards(nn.Sequential(nn.PReLU(), nn.Softmax(-1), nn.GLU(), nn.MultiheadAttention(4, 2)))
 
 
 PROMPTS = random_prompts((5, 40, 1, 50, 9), seed=3)
@@ -121,6 +121,27 @@ def test_mla_runs_with_keys_and_values_of_all_heads() -> None:
         ids = torch.tensor([prompt])
         own = target.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
         assert own[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_and_routers_round_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: without even functions in their blocks the model is refused."""
+    target, head = mla_mixture_pair()
+    parts: Any = target.to(dtype), head.to(dtype)
+    found = []
+    for rows, drafts, tokens in ((1, 0, 64), (5, 3, 64), (3, 2, 20)):
+        sizes = {"max_num_seqs": rows, **OPTIONS, "max_num_batched_tokens": tokens}
+        with wrap(parts[0], parts[1] if drafts else None, num_speculative_tokens=drafts, **sizes) as wrapped:
+            done = wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=12, logprobs=3))
+            found.append([(c.token_ids, c.logprobs) for c in done])
+    assert found[1:] == found[:1] * 2
+    assert parts[0].config._experts_implementation == "grouped_mm"
+    monkeypatch.setattr("specdec.wrapped.even_rows._Even", lambda forward: forward)
+    with pytest.raises(
+        UnsupportedModelError, match=r"the model calls aten\.linear\.default, which may round a token by"
+    ):
+        wrap(parts[0], **OPTIONS)
 
 
 def hf_tied(prompt: list[int]) -> list[int]:
