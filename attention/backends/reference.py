@@ -12,7 +12,7 @@ Source: Demmel and Nguyen, Fast Reproducible Floating-Point Summation (ARITH 201
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -153,7 +153,8 @@ def _in_blocks(host: HostBatch) -> HostBatch:
     before = host.num_computed_tokens[owner] + start
     ends = starts_of(lens)
     table = host.block_table[owner]
-    return replace(host, query_start_loc=ends, seq_lens=before + lens, num_computed_tokens=before, block_table=table)
+    # Not `replace`: the pages of a windowed batch are no field.
+    return HostBatch(ends, before + lens, before, table, host.slot_mapping, host.positions, host.page_size)
 
 
 class TorchBackend:

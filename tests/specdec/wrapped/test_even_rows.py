@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
+from fakes import VOCAB, eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
 from torch import nn
+from transformers import AutoModelForCausalLM, Gemma2Config
 from transformers.activations import ACT2FN
 
 from attention.backends.reference import TorchBackend
@@ -121,6 +122,23 @@ def test_mla_runs_with_keys_and_values_of_all_heads() -> None:
         ids = torch.tensor([prompt])
         own = target.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
         assert own[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.slow
+def test_rows_longer_than_a_window_round_alike() -> None:
+    """Their page lists begin behind the first page."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    target: Any = Gemma2Config(**sizes, **heads, eos_token_id=None, bos_token_id=None, pad_token_id=None)  # type: ignore[arg-type]
+    target = AutoModelForCausalLM.from_config(target).eval()
+    prompts, found = random_prompts((5, 200, 170), seed=4), []
+    for rows, tokens in ((1, 512), (3, 40)):
+        options = {**OPTIONS, "max_num_seqs": rows, "max_num_batched_tokens": tokens, "max_model_len": 256}
+        with wrap(target, None, num_speculative_tokens=0, **options) as wrapped:
+            done = wrapped.generate(prompts, SamplingParams(max_new_tokens=12, logprobs=0))
+            found.append([(c.token_ids, c.logprobs) for c in done])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
