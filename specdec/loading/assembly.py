@@ -35,7 +35,7 @@ from specdec.selftest.shrinking import thresholds
 from specdec.selftest.twin import TwinReport, twin_test
 from specdec.user_warnings import warn_user
 from specdec.wrapped.changes import LiveModel, WeightVersions
-from specdec.wrapped.even_rows import check_operators, even_forwards
+from specdec.wrapped.even_rows import check_operators, even_values
 from specdec.wrapped.group import Group
 from specdec.wrapped.linears import pack_linears
 from specdec.wrapped.probing import TargetProbe
@@ -198,7 +198,7 @@ def _target(parts: Parts, group: Group) -> Target:
         from attention.recurrence.runner import StateRunner
 
         states = StateRunner(parts.states, probed.model.dtype, probed.model.device)
-    even = even_forwards(probed.model) if runs_evenly(parts.backend) else ()
+    even = even_values(probed.model) if runs_evenly(parts.backend) else ()
     return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, group, even)
 
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
-from attention.hf.patches import Value
+from attention.hf.patches import Value, borrowed
+from attention.hf.probe import probe
 from specdec.errors import UnsupportedModelError
 from specdec.ops.packed_weight import even_linear
 from specdec.wrapped.target import Target
@@ -39,21 +41,42 @@ _UNEVEN = frozenset(
 measured for 1 to 1,000 rows of five widths with 1 to 5 threads; bmm of rotary embeddings sums nothing."""
 
 
-def even_forwards(model: nn.Module) -> list[Value]:
-    """Attributes, for the duration of a specdec forward, by which a model's activations and experts round each number
-    alike: experts take turns, and functions of their block are replaced by even ones."""
-    found: list[Value] = [
+def even_activations(model: nn.Module) -> list[Value]:
+    """Forwards, for the duration of a specdec forward, by which a model's activations round each number alike."""
+    return [
         (module, "forward", partial(_evenly, module.forward))
         for module in model.modules()
         if type(module).__module__ in _ACTIVATIONS and not (module._parameters or hasattr(module, "dim"))
     ]
-    for block in model.modules():
-        experts = getattr(block, "experts", None)
-        if hasattr(experts, "has_gate"):
-            # The property's own attribute: a property cannot be borrowed.
-            found.append((experts.config, "_experts_implementation_internal", "eager"))
-            found.append((block, "forward", _Even(block.forward)))
+
+
+def even_values(model: PreTrainedModel) -> list[Value]:
+    """Attributes, for the duration of a specdec forward, by which a model rounds each number alike, once its linear
+    layers are packed.
+
+    Experts take turns. A model that calls other uneven functions than its activations, such as routers do, runs by
+    even ones.
+    """
+    # The property's own attribute: a property cannot be borrowed.
+    turns = [(m.config, "_experts_implementation_internal", "eager") for m in model.modules() if hasattr(m, "has_gate")]
+    found: list[Value] = [*even_activations(model), *turns]
+    packed = [(m, "forward", partial(_empty, m)) for m in model.modules() if isinstance(m, nn.Linear)]
+    try:
+        with borrowed([*found, *packed]), _Operators():
+            probe(model)
+    except UnsupportedModelError:
+        found.append((model, "forward", _Even(model.forward)))
     return found
+
+
+def _empty(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], layer.out_features)
+
+
+def _multiplies(func: Any, args: Any) -> bool:
+    """Whether it is a product with a matrix that lies transposed; others with more dimensions are rotary embeddings',
+    which sum nothing."""
+    return func is torch.ops.aten.matmul.default and args[1].ndim == 2
 
 
 class _Even(TorchDispatchMode):
@@ -70,6 +93,8 @@ class _Even(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.linear.default:
             return even_linear(*args)
+        if _multiplies(func, args):
+            return even_linear(args[0], args[1].t().contiguous())
         if func.overloadpacket.__name__ in _ELEMENTWISE:
             return _evenly(func, *args)
         return func(*args, **kwargs or {})
@@ -87,7 +112,7 @@ def _evenly(activation: Any, x: Tensor) -> Tensor:
 
 class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__.strip("_") in _UNEVEN:
+        if func.overloadpacket.__name__.strip("_") in _UNEVEN or _multiplies(func, args):
             raise UnsupportedModelError(
                 f"the model calls {func}, which may round a token by what else is in the batch: not with "
                 "backend='batch_invariant' on a CPU; use backend='torch'"

@@ -17,8 +17,8 @@ from transformers.activations import ACT2FN
 from attention.backends.reference import TorchBackend
 from specdec import SamplingParams
 from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
-from specdec.wrapped import linears
-from specdec.wrapped.even_rows import even_forwards
+from specdec.wrapped import even_rows, linears
+from specdec.wrapped.even_rows import even_activations
 from tests.specdec.execution.test_graphs import mla_mixture_pair
 from tests.specdec.ops.test_packed_weight import DTYPES
 
@@ -46,7 +46,7 @@ def uneven(function: Any, width: int) -> list[int]:
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"])
 @torch.inference_mode()
 def test_activations_round_a_number_alike_in_any_batch(name: str, width: int) -> None:
-    ((_, _, even),) = even_forwards(ACT2FN[name])
+    ((_, _, even),) = even_activations(ACT2FN[name])
     x = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(even(x), ACT2FN[name](x))
     for number in (1, 5):
@@ -62,7 +62,7 @@ def test_plain_ones_do_not() -> None:
 
 
 def test_activations_with_weights_or_along_a_dimension_stay() -> None:
-    assert not even_forwards(nn.Sequential(nn.PReLU(), nn.Softmax(-1), nn.GLU(), nn.MultiheadAttention(4, 2)))
+    assert not even_activations(nn.Sequential(nn.PReLU(), nn.Softmax(-1), nn.GLU(), nn.MultiheadAttention(4, 2)))
 
 
 PROMPTS = random_prompts((5, 40, 1, 50, 9), seed=3)
@@ -204,15 +204,33 @@ class Transposed(nn.Module):
         return torch.addmm(x.new_zeros(1), x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
-@pytest.mark.parametrize("kind", [Functional, Transposed])
-def test_operators_that_are_not_even_are_refused_by_name(kind: Any) -> None:
+@pytest.mark.parametrize("functional", [False, True])
+def test_functions_that_are_no_modules_run_evenly(functional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model runs by even functions only where it needs to. Planted: without them it is refused."""
+    made: list[Any] = []
+    own = even_rows._Even
+    monkeypatch.setattr(even_rows, "_Even", lambda forward: made.append(forward) or own(forward))
+    found = []
+    for rows in (1, 5):
+        model = tiny_llama()
+        if functional:
+            model.model.layers[1].mlp.act_fn = Functional()
+        sizes = {**OPTIONS, "max_num_seqs": rows, "max_num_batched_tokens": 64}
+        with wrap(model.eval(), None, num_speculative_tokens=0, **sizes) as wrapped:
+            done = wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=8, logprobs=0))
+            found.append([(c.token_ids, c.logprobs) for c in done])
+    assert found[0] == found[1] and len(made) == 2 * functional
+    if functional:
+        monkeypatch.setattr(even_rows, "_Even", lambda forward: forward)
+        with pytest.raises(UnsupportedModelError, match=r"the model calls aten.silu.default, which may round"):
+            wrap(model, **OPTIONS)
+
+
+def test_operators_that_are_not_even_are_refused_by_name() -> None:
     model: Any = tiny_llama()
-    if kind is Functional:
-        model.model.layers[1].mlp.act_fn = kind()
-    else:
-        model.model.layers[1].mlp.up_proj = kind(model.model.layers[1].mlp.up_proj)
+    model.model.layers[1].mlp.up_proj = Transposed(model.model.layers[1].mlp.up_proj)
     model.eval()
-    with pytest.raises(UnsupportedModelError, match=r"the model calls aten.(silu|addmm).default, which may round"):
+    with pytest.raises(UnsupportedModelError, match=r"the model calls aten.addmm.default, which may round"):
         wrap(model, **OPTIONS)
     assert type(model.model.layers[0].mlp.up_proj.weight) is nn.Parameter
     assert type(model.model.layers[0].mlp.up_proj.weight.data) is torch.Tensor
