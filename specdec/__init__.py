@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from specdec.extensions.attached.attach import Attachment, attach
     from specdec.extensions.attached.custom import custom_generate
     from specdec.extensions.handoff.moved import Handoff
+    from specdec.extensions.rollouts.trl import invariant
     from specdec.loading.heads import draft_vocab_of
     from specdec.model import SpeculativeModel
     from specdec.requests.grammar import Grammar
@@ -91,6 +92,7 @@ __all__ = [
     "attach",
     "custom_generate",
     "draft_vocab_of",
+    "invariant",
     "row_wise",
 ]
 
@@ -99,6 +101,7 @@ _HOMES = {
     "attach": "specdec.extensions.attached.attach",
     "custom_generate": "specdec.extensions.attached.custom",
     "draft_vocab_of": "specdec.loading.heads",
+    "invariant": "specdec.extensions.rollouts.trl",
     "row_wise": "specdec.requests.user_code",
     "Completion": "specdec.requests.request",
     "Grammar": "specdec.requests.grammar",

@@ -41,11 +41,12 @@ def prompt_rows(vocab_size: int) -> int:
 class PromptPart(NamedTuple):
     """Prompt tokens of one request that get log-probabilities in one round.
 
-    places: [n] their positions. tokens: [n] int64 their ids. rows: [n] token rows of the batch whose logits predict
-    them.
+    params: the request's. places: [n] their positions. tokens: [n] int64 their ids. rows: [n] token rows of the batch
+    whose logits predict them.
     """
 
     asked: PromptLogprobs
+    params: SamplingParams
     places: ndarray
     tokens: ndarray
     rows: ndarray
@@ -121,7 +122,9 @@ class Logprobs(RoundExtra):
         if own.prompts:
             tokens_after = np.concatenate([part.tokens for part in own.prompts])
             targets = on_device(tokens_after, decision.logits.device)[:, None]
-            found = decision.logits[-len(targets) :].float().log_softmax(1)
+            params = [part.params for part in own.prompts for _ in part.tokens]
+            logits = decision.logits[-len(targets) :]
+            found = _in_modes(params, logits, logits)
             prompts = [_described(found, targets, max(part.asked.count for part in own.prompts))]
         whole = [_whole_row(each, decision) for each in own.whole]
         return (tokens, *prompts, *([torch.stack(whole)] if whole else []))
@@ -159,17 +162,21 @@ def _whole_row(own: WholeRows, decision: Decision) -> Tensor:
 
 def _log_probabilities(params: Sequence[SamplingParams], decision: Decision, at: Tensor, width: int) -> Tensor:
     """[m·width, V] float32, in each request's `logprobs_mode`; at: rows of logits."""
+    every = [own for own in params for _ in range(width)]
+    return _in_modes(every, decision.logits[at], decision.adjusted[at])
+
+
+def _in_modes(params: Sequence[SamplingParams], logits: Tensor, adjusted: Tensor) -> Tensor:
+    """[r, V] float32 by logits [r, V] and those that a request's own rules changed, in each row's `logprobs_mode`."""
+    found = logits.float().log_softmax(1)
     processed = [row for row, own in enumerate(params) if own.logprobs_mode == "processed"]
-    found = decision.logits[at].float().log_softmax(1)
     if processed:
-        rows = np.concatenate([np.arange(row * width, (row + 1) * width) for row in processed])
-        own = [params[row] for row in processed for _ in range(width)]
-        places = on_device(rows, at.device)
+        places = on_device(np.array(processed), logits.device)
         # Log-probabilities of the distribution that a request samples from; for greedy requests, of the plain logits.
-        logits = decision.adjusted[at[places]].float()
-        tensors = _tensors(own, logits.device)
+        changed = adjusted[places].float()
+        tensors = _tensors([params[row] for row in processed], logits.device)
         greedy = tensors.temperature == 0
-        found[places] = torch.where(greedy[:, None], logits.log_softmax(1), target_probs(logits, tensors).log())
+        found[places] = torch.where(greedy[:, None], changed.log_softmax(1), target_probs(changed, tensors).log())
     return found
 
 
@@ -248,5 +255,7 @@ class AskingColumns(DecidedColumns[SamplingParams]):
             if asked is not None and needed:
                 before = np.arange(needed.start, needed.stop)
                 tokens = table.tokens[row, before + 1].astype(np.int64)
-                parts.append(PromptPart(asked, before + 1, tokens, starts[i] + before - table.computed[row]))
+                own = self.own[row]
+                assert own is not None
+                parts.append(PromptPart(asked, own, before + 1, tokens, starts[i] + before - table.computed[row]))
         return tuple(parts)

@@ -202,6 +202,9 @@ class Score:
         return not any(each.rank for each in self.logprobs)
 
 
+_DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
+
+
 def to_be_scored(
     prompts: Prompts,
     completions: Prompts,
@@ -212,15 +215,17 @@ def to_be_scored(
 ) -> list[Submission]:
     """A request for each pair: it reads all tokens but the last, which it is then made to generate.
 
-    options: keyword arguments of the call that belong to its prompts.
+    options: keyword arguments of the call that belong to its prompts; or of the distribution (`_DISTRIBUTION`), after
+    which the request reads all tokens, and generates one that nobody needs.
 
     Raises:
         InvalidInputError: a bad prompt or completion, an empty one, not as many of both, an unknown option.
     """
     left = dict(options or {})
     prompts = prompts_of_call(prompts, left)
+    drawn = {name: left.pop(name) for name in _DISTRIBUTION if name in left}
     if left:
-        raise unexpected("score(prompts, completions, {})", left, ("chat", *CHAT_OPTIONS, "logprobs"))
+        raise unexpected("score(prompts, completions, {})", left, ("chat", *CHAT_OPTIONS, "logprobs", *_DISTRIBUTION))
     before = encode_prompts(prompts, tokenizer)
     # As prompts are, but a text gets no special tokens: it goes on after its prompt.
     try:
@@ -244,7 +249,12 @@ def to_be_scored(
             prompt_logprobs=logprobs if len(own) > 1 else None,
             prompt_logprobs_start=len(prompt),
         )
-        found.append(Submission(prompt + own[:-1], params.of_request(len(found), device), 0, ()))
+        read = prompt + own[:-1]
+        if drawn:
+            others = {"allowed_token_ids": None, "logprobs": None, "prompt_logprobs": logprobs}
+            params = replace(params, logprobs_mode="processed", **others, **drawn)
+            read = prompt + own
+        found.append(Submission(read, params.of_request(len(found), device), 0, ()))
     return found
 
 

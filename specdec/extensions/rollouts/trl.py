@@ -1,13 +1,20 @@
-"""rollout_func: completions for TRL's GRPOTrainer, with the log-probabilities by which they were drawn.
+"""Completions for TRL's GRPOTrainer, with the log-probabilities by which they were drawn; and the same ones, bit for
+bit, for the trainer's loss.
 
-Source: huggingface/trl, trl/trainer/grpo_trainer.py (`RolloutFunc`): prompts of this process, each as often as it is to
-be answered -> prompt_ids, completion_ids, logprobs.
+Source: huggingface/trl, trl/trainer/grpo_trainer.py: `RolloutFunc`, prompts of this process, each as often as it is to
+be answered -> prompt_ids, completion_ids, logprobs; `GRPOTrainer._get_per_token_logps_and_entropies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.errors import InvalidInputError
 
 Rollouts = dict[str, list[Any]]
 
@@ -36,3 +43,85 @@ def rollout_func(model: Any, **options: Any) -> Callable[[list[Any], Any], Rollo
         }
 
     return rollouts
+
+
+class _Valued(torch.autograd.Function):
+    """`values`, with the gradient of `own`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """See `invariant`."""
+
+    model: Any
+
+    def log_probs(
+        self, own: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, temperature: float = 1.0
+    ) -> Tensor:
+        """A rollout's log-probabilities (`logprobs_mode="processed"`) of each row's last tokens, with the trainer's
+        gradient.
+
+        Args:
+            own: [B, C], the trainer's log-probabilities of the last C tokens, at this temperature.
+            input_ids: [B, L], prompts and completions; attention_mask: [B, L], 0 for padding on either side.
+
+        Returns:
+            [B, C] float32; for padding, and without gradient, as in `own`.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        values, completed = own.detach().float(), mask[:, -own.shape[1] :].bool()
+        rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
+        counts = completed.sum(1).tolist()
+        pairs = [(row[:-count], row[-count:]) for row, count in zip(rows, counts, strict=True) if count]
+        if pairs:
+            prompts, completions = map(list, zip(*pairs, strict=True))
+            found = self.model.score(prompts, completions, temperature=temperature)
+            each = [told.logprob for score in found for told in score.logprobs]
+            values = values.masked_scatter(completed, values.new_tensor(each))
+        return _Valued.apply(own, values)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def invariant(model: Any) -> Invariant:
+    """Log-probabilities for a trainer that are the rollout's bits, so that no correction is due.
+
+    Their values are computed by the batch-invariant rounds that made the rollout, their gradient is torch's own, of the
+    trainer's forward: whatever that forward does (gradient checkpointing, packed rows) stays.
+
+    Args:
+        model: a SpeculativeModel with `backend="batch_invariant"` over the model that is trained.
+
+    Raises:
+        InvalidInputError: another backend.
+
+    >>> invariant(model)
+    Traceback (most recent call last):
+    specdec.InvalidInputError: invariant() needs a model loaded with backend='batch_invariant', not 'torch'...
+    """
+    name = model.describe()["backend"]
+    if name != "batch_invariant":
+        raise InvalidInputError(
+            f"invariant() needs a model loaded with backend='batch_invariant', not {name!r}, whose log-probabilities "
+            "depend on the batch"
+        )
+    return Invariant(model)
+
+
+def use_invariant(trainer: Any, model: Any) -> None:
+    """From now on a GRPOTrainer's log-probabilities of the trained model are the rollout's; see `invariant`."""
+    policy, own = invariant(model), trainer._get_per_token_logps_and_entropies
+
+    def log_probs(trained: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found, *others = own(trained, input_ids, attention_mask, *args, **kwargs)
+        if trainer.accelerator.unwrap_model(trained) is model.hf_model:
+            found = policy.log_probs(found, input_ids, attention_mask, trainer.temperature)
+        return found, *others
+
+    trainer._get_per_token_logps_and_entropies = log_probs

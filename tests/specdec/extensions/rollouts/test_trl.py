@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import free_everywhere, random_prompts, table_head, tiny_llama, wrap
+from fakes import eagle3_head, free_everywhere, random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from specdec.extensions.rollouts.trl import rollout_func
+from specdec import SamplingParams, invariant
+from specdec.errors import InvalidInputError
+from specdec.extensions.rollouts import trl
+from specdec.extensions.rollouts.trl import rollout_func, use_invariant
 
 
 def test_log_probabilities_are_those_of_the_trainers_forward() -> None:
@@ -38,6 +41,88 @@ def test_log_probabilities_are_those_of_the_trainers_forward() -> None:
         seen.append(found["completion_ids"])
         model.load_state_dict(tiny_llama(seed=5).state_dict())
     assert seen[0] != seen[1] and free_everywhere(wrapped)
+
+
+def own_log_probs(model: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int, temperature: float) -> torch.Tensor:
+    """As a trainer computes them, with padding on both sides."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, -kept - 1 : -1].float() / temperature
+    found: torch.Tensor = logits.log_softmax(2).gather(2, ids[:, -kept:, None])[..., 0]
+    return found
+
+
+def padded(prompts: list[list[int]], answers: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts to the left, answers to the right, and what is no padding."""
+    left, right = max(map(len, prompts)), max(map(len, answers))
+    ids, mask = torch.zeros(2, len(prompts), left + right, dtype=torch.int64)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids[row, left - len(prompt) : left + len(answer)] = torch.tensor(prompt + answer)
+        mask[row, left - len(prompt) : left + len(answer)] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("defect", ["", "values of the trainer", "weights from before"])
+@pytest.mark.parametrize(("temperature", "drafts"), [(1.0, 0), (0.7, 3), (2.0, 3)])
+def test_a_trainers_values_are_the_rollouts_bits(
+    temperature: float, drafts: int, defect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after a step of the optimizer; the gradient is the plain forward's. Planted: two defects."""
+    model = tiny_llama().bfloat16()
+    head: Any = eagle3_head(model).bfloat16() if drafts else None
+    options: dict[str, Any] = {"backend": "batch_invariant", "kv_cache_tokens": 800, "max_num_batched_tokens": 40}
+    wrapped = wrap(model, head, num_speculative_tokens=drafts, **options)
+    policy, prompts = invariant(wrapped), random_prompts((5, 30, 1, 9))
+    params = SamplingParams(12, temperature=temperature, logprobs=0, logprobs_mode="processed", seed=3)
+    if defect == "values of the trainer":
+        monkeypatch.setattr(trl._Valued, "apply", lambda own, values: own)
+    same, weights = [], list(model.parameters())
+    for weight in weights:
+        weight.requires_grad_(True)
+    model.train()
+    model.gradient_checkpointing_enable()
+    done = wrapped.generate(prompts, params)
+    for step in range(2):
+        if step and defect != "weights from before":
+            done = wrapped.generate(prompts, params)
+        answers = [c.token_ids[: 12 - row] for row, c in enumerate(done)]
+        ids, mask = padded(prompts, answers)
+        own = own_log_probs(model, ids, mask, 12, temperature)
+        found = policy.log_probs(own, ids, mask, temperature)
+        rolled = [each.logprob for c, a in zip(done, answers, strict=True) for each in (c.logprobs or ())[: len(a)]]
+        same.append(found[mask[:, -12:].bool()].tolist() == rolled)
+        gradient = torch.autograd.grad(found.sum(), weights, retain_graph=True)
+        assert all(map(torch.equal, gradient, torch.autograd.grad(own.sum(), weights)))
+        with torch.no_grad():
+            for weight, own_gradient in zip(weights, gradient, strict=True):
+                weight -= 0.01 * own_gradient
+    assert all(same) == (not defect), same
+
+
+def test_a_grpo_trainer_takes_them_for_the_trained_model_alone() -> None:
+    model = tiny_llama()
+    wrapped = wrap(model, None, num_speculative_tokens=0, backend="batch_invariant")
+    ids = torch.tensor(random_prompts((9, 9)))
+    accelerator = SimpleNamespace(unwrap_model=lambda each: each)
+    entropies = torch.zeros(2, 3)
+
+    def own(trained: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int, compute_entropy: bool = False) -> Any:
+        return own_log_probs(trained, ids, mask, kept, 0.7), entropies, None
+
+    trainer: Any = SimpleNamespace(accelerator=accelerator, temperature=0.7, _get_per_token_logps_and_entropies=own)
+    use_invariant(trainer, wrapped)
+    mask = torch.ones_like(ids)
+    found, *others = trainer._get_per_token_logps_and_entropies(model, ids, mask, 3, compute_entropy=True)
+    right = wrapped.score(ids[:, :6].tolist(), ids[:, 6:].tolist(), temperature=0.7)
+    assert found.tolist() == [[each.logprob for each in score.logprobs] for score in right]
+    assert others[0] is entropies and others[1] is None
+    reference = tiny_llama(seed=5)
+    of_reference, *_ = trainer._get_per_token_logps_and_entropies(reference, ids, mask, 3)
+    assert torch.equal(of_reference, own_log_probs(reference, ids, mask, 3, 0.7))
+
+
+def test_another_backend_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"needs a model loaded with backend='batch_invariant', not 'torch'"):
+        invariant(wrap(tiny_llama()))
 
 
 @pytest.fixture
