@@ -3,6 +3,7 @@
     pip install "specdec-hf[rl]"
     python examples/grpo.py --way attached     # TRL calls the model's own generate_batch, which runs here
     python examples/grpo.py --way rollout      # TRL gets a rollout_func; log-probabilities come with the tokens
+    python examples/grpo.py --way invariant    # and the trainer's log-probabilities are the rollout's, bit for bit
     python examples/grpo.py --way plain        # without specdec, to compare
 
 The weights that are trained are those that generate: nothing is copied after a step. The reward is one that a tiny
@@ -25,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import specdec
 from specdec import SpeculativeModel
-from specdec.extensions.rollouts.trl import rollout_func
+from specdec.extensions.rollouts.trl import rollout_func, use_invariant
 from specdec.loading.names import builtin_path
 
 MOST_NEW, TEMPERATURE = 24, 2.0
@@ -42,9 +43,40 @@ class Rewards(TrainerCallback):
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
+        self.differences: dict[str, list[float]] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any) -> None:
         self.lines.append(dict(logs or {}))
+
+
+class Differences:
+    """The largest difference between a rollout's log-probabilities and the trainer's, at each step."""
+
+    def __init__(self, wrapped: SpeculativeModel) -> None:
+        self.rollouts, self.told = rollout_func(wrapped), {}
+        self.found: dict[str, list[float]] = {}
+
+    def generate(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        found = self.rollouts(prompts, trainer)
+        answers = zip(found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True)
+        self.told = {(*prompt, *own): logprobs for prompt, own, logprobs in answers}
+        return found
+
+    def watch(self, trainer: Any, name: str) -> None:
+        """Compare from now on what the trainer's method gives."""
+        own, differences = trainer._get_per_token_logps_and_entropies, self.found.setdefault(name, [])
+
+        def watched(model: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int, *more: Any, **others: Any) -> Any:
+            found = own(model, ids, mask, kept, *more, **others)
+            largest = 0.0
+            for row, values in enumerate(found[0]):
+                told = self.told[tuple(ids[row][mask[row].bool()].tolist())]
+                mine = values[mask[row, -kept:].bool()].detach().double()
+                largest = max(largest, float((mine - torch.tensor(told, dtype=torch.float64)).abs().max()))
+            differences.append(largest)
+            return found
+
+        trainer._get_per_token_logps_and_entropies = watched
 
 
 def train(way: str, name: str, steps: int, seed: int, folder: str, **changes: Any) -> tuple[GRPOTrainer, Rewards]:
@@ -71,6 +103,7 @@ def train(way: str, name: str, steps: int, seed: int, folder: str, **changes: An
         "use_transformers_continuous_batching": way == "attached",
     }
     options: dict[str, Any] = {"num_speculative_tokens": 4, "max_num_seqs": 16}
+    differences = None
     with ExitStack() as stack:
         own: dict[str, Any] = {}
         if way == "attached":
@@ -78,6 +111,11 @@ def train(way: str, name: str, steps: int, seed: int, folder: str, **changes: An
         elif way == "rollout":
             wrapped = SpeculativeModel.from_pretrained(model, "auto", tokenizer=tokenizer, seed=seed, **options)
             own["rollout_func"] = rollout_func(stack.enter_context(wrapped))
+        elif way == "invariant":
+            options |= {"backend": "batch_invariant", "seed": seed}
+            wrapped = SpeculativeModel.from_pretrained(model, "auto", tokenizer=tokenizer, **options)
+            differences = Differences(stack.enter_context(wrapped))
+            own["rollout_func"] = differences.generate
         trainer = GRPOTrainer(
             model,
             reward,
@@ -87,12 +125,19 @@ def train(way: str, name: str, steps: int, seed: int, folder: str, **changes: An
             callbacks=[rewards],
             **own,
         )
+        if differences is not None:
+            differences.watch(trainer, "without")
+            use_invariant(trainer, wrapped)
+            differences.watch(trainer, "with invariant")
+            rewards.differences = differences.found
         trainer.train()
     return trainer, rewards
 
 
 @click.command(help=__doc__)
-@click.option("--way", type=click.Choice(["attached", "rollout", "plain"]), default="attached", show_default=True)
+@click.option(
+    "--way", type=click.Choice(["attached", "rollout", "invariant", "plain"]), default="attached", show_default=True
+)
 @click.option("--model", "name", default="gsm-llama", show_default=True, help="gsm-llama (EAGLE-3), gsm-deepseek (MTP)")
 @click.option("--steps", default=20, show_default=True)
 @click.option("--seed", default=0, show_default=True)
@@ -103,6 +148,8 @@ def main(way: str, name: str, steps: int, seed: int, folder: Path) -> None:
     _, rewards = train(way, name, steps, seed, str(folder))
     found = [round(line["reward"], 3) for line in rewards.lines if "reward" in line]
     click.echo(json.dumps({"way": way, "rewards": found, "seconds": round(time.perf_counter() - start, 1)}))
+    for name, largest in rewards.differences.items():
+        click.echo(f"largest difference of log-probabilities {name}: {largest}")
 
 
 if __name__ == "__main__":

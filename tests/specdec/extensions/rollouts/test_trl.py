@@ -135,7 +135,7 @@ def own_verbosity() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_verbosity")
-@pytest.mark.parametrize("way", ["attached", "rollout"])
+@pytest.mark.parametrize("way", ["attached", "rollout", "invariant"])
 @pytest.mark.thorough
 def test_two_steps_of_grpo(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
@@ -144,5 +144,8 @@ def test_two_steps_of_grpo(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     trainer, rewards = grpo.train(way, "gsm-llama", 2, 0, str(tmp_path))
     assert trainer.state.global_step == 2 and len([line for line in rewards.lines if "reward" in line]) == 2
+    if way == "invariant":
+        with_it, without = (rewards.differences[name] for name in ("with invariant", "without"))
+        assert with_it == [0.0, 0.0] and min(without) > 0
     assert "generate_batch" not in vars(type(trainer.model)) and not hasattr(trainer.model, "_specdec_attachment")
     sys.modules.pop("grpo")
