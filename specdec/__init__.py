@@ -114,13 +114,11 @@ _HOMES = {
 """Where the public names are defined that are not in `specdec.errors`."""
 
 
-for _name in ("attention", "drafters"):
-    check_sibling(_name)
-sys.meta_path.insert(0, OldNames())
-
-
 def _prepare() -> None:
     """What the first import does beside names."""
+    for name in ("attention", "drafters"):
+        check_sibling(name)
+    sys.meta_path.insert(0, OldNames())
     from specdec.user_warnings import drop_noise, warn_user
 
     drop_noise()
