@@ -4,8 +4,7 @@ boundary (always on in the tests)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from operator import index
 from typing import Any
 
@@ -19,17 +18,6 @@ class _Checks:
 
 
 CHECKS = _Checks()
-
-
-@contextmanager
-def check_mode(enabled: bool) -> Iterator[None]:
-    """Turn the validators on or off inside a block."""
-    before = CHECKS.on
-    CHECKS.on = enabled
-    try:
-        yield
-    finally:
-        CHECKS.on = before
 
 
 def require(condition: bool, message: str) -> None:

@@ -215,11 +215,6 @@ class StagingArena:
         """Every host buffer's fields, whole."""
         return [self._place(bucket, slot).host for slot in range(_RING)]
 
-    @property
-    def num_kept(self) -> int:
-        """Number of views in the cache."""
-        return self._window.cache_info().currsize
-
     def send(self, bucket: Bucket, arrays: Arrays) -> Staged:
         """Copy the arrays, by field name, to the device in one transfer; each fits in its field's capacity in `bucket`.
 

@@ -167,14 +167,6 @@ class PicksDrafts(Protocol):
 
 
 @runtime_checkable
-class HasLatents(Protocol):
-    """A head whose attention may be MLA, of which a cache holds latents or keys and values of all heads."""
-
-    def expand(self) -> None:
-        """From now on, the cache holds keys and values of all heads: for batch-invariant attention."""
-
-
-@runtime_checkable
 class HasInputConvention(Protocol):
     """A head whose checkpoint does not record its input convention, but which can infer it from a text."""
 

@@ -260,7 +260,7 @@ def unchecked() -> Iterator[None]:
 
     (Setting SPECDEC_CHECK does nothing once `attention` is imported: it is read there.)
     """
-    from attention.checking import check_mode
+    from fakes import check_mode
 
     with check_mode(False):
         yield

@@ -23,6 +23,8 @@ from attention.backends.reference import TorchBackend, attend
 from attention.batch.host import HostBatch, rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, write
+from attention.cache.pages import PageAllocator
+from attention.checking import CHECKS
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.base import Head
@@ -50,6 +52,27 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 """The sizes of a tiny model, as most configurations name them."""
+
+
+def free_pages(allocator: PageAllocator) -> list[int]:
+    """A copy of the free list."""
+    return list(vars(allocator)["_free"])
+
+
+def idle_pages(allocator: PageAllocator) -> list[int]:
+    """Registered pages that no row holds, the next one to be evicted first."""
+    return list(vars(allocator)["_idle"])
+
+
+@contextmanager
+def check_mode(enabled: bool) -> Iterator[None]:
+    """Turn the validators on or off inside a block."""
+    before = CHECKS.on
+    CHECKS.on = enabled
+    try:
+        yield
+    finally:
+        CHECKS.on = before
 
 
 def load_target(name: Any, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:

@@ -359,6 +359,7 @@ PUBLIC_NAMES = [
     "attach",
     "custom_generate",
     "draft_vocab_of",
+    "invariant",
     "row_wise",
 ]
 
@@ -375,7 +376,7 @@ def test_the_public_names_exist_and_no_others() -> None:
     assert sorted(specdec.__all__) == specdec.__all__ == PUBLIC_NAMES
     assert {getattr(specdec, name).__name__ for name in specdec.__all__} == set(specdec.__all__)
     others = {"Completion", "Handoff", "SamplingParams", "Score", "SpeculativeModel", "StreamUpdate"}
-    others |= {"Attachment", "Grammar", "attach", "custom_generate", "draft_vocab_of", "row_wise"}
+    others |= {"Attachment", "Grammar", "attach", "custom_generate", "draft_vocab_of", "invariant", "row_wise"}
     assert set(specdec.__all__) == others | set(specdec.errors.__all__)
     with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'Engine'"):
         specdec.Engine  # noqa: B018

@@ -17,13 +17,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fakes import check_mode
+
 from attention.backends.flashinfer.short_queries import PackedKernel, PackedKernels, packed_scratch, whole_batch
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, KVLayout, LayerKV, allocate
 from attention.cascade.kernel import launch_prefix, prefix_tiling, sum_shapes
-from attention.checking import check_mode
 from attention.kernels.cache_write import write_kv
 from attention.kernels.packed_kernel import Scratch, SharedKeys, Tiling, launch_packed
 from attention.spec import AttentionSpec

@@ -111,14 +111,6 @@ class PageAllocator:
         """How many of these pages are idle."""
         return sum(page in self._idle for page in pages)
 
-    def free_pages(self) -> list[int]:
-        """A copy of the free list (for the ownership checker)."""
-        return list(self._free)
-
-    def idle_pages(self) -> list[int]:
-        """A copy of the idle pages, the next one to be evicted first."""
-        return list(self._idle)
-
     def registered_pages(self) -> set[int]:
         """A copy of the registered pages, held or idle."""
         return set(self._registered)

@@ -82,7 +82,7 @@ class MtpHead(nn.Module):
         self._port = AttentionPort(self.blocks, calls)
 
     def expand(self) -> None:
-        """See `drafters.base.HasLatents`."""
+        """From now on, a cache holds keys and values of all heads, of MLA, too: for batch-invariant attention."""
         self._attend_by(expanded(self._probe()))
 
     def build_modules(self, target: MtpTarget) -> None:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from attention.hf.patches import Value, borrowed
 from evals.runs.conversations import ModelSpec
@@ -91,8 +91,6 @@ class _Watch:
                     "name": self.names[maker],
                     "kind": f"{type(maker).__name__} {[*shape]}",
                     "caller": self.names[self.caller],
-                    "inputs": [[*each.shape] for each in tree_leaves(given) if isinstance(each, Tensor)],
-                    "whole": sum(lens),
                     "rows": [*self.piece.rows],
                     "start": self.piece.start.tolist(),
                     "stop": self.piece.stop.tolist(),

@@ -183,24 +183,20 @@ def invariant_product(x: Tensor, weight: Tensor) -> Tensor:
     return launch_invariant_linear(x, weight, None)
 
 
-Alike = Callable[[Launch, Tensor, int], bool]
-"""(launch, weight [O, I], tokens) -> whether it has the bits of the batch-invariant kernel."""
+Alike = Callable[[Matmul, Tensor, Algorithm], bool]
+"""(matmul, weight [O, I], algorithm) -> whether it has the bits of the batch-invariant kernel."""
 
 
-def _serves(matmul: Matmul, weight: Tensor, alike: Alike | None, algorithm: Algorithm) -> bool:
-    return alike is None or alike(matmul.launcher(algorithm), weight, matmul.shape.tokens)
-
-
-def sums_alike(launch: Launch, weight: Tensor, tokens: int) -> bool:
-    """Whether `launch` gives the bits of the batch-invariant kernel: then it adds up products in the same order.
+def sums_alike(matmul: Matmul, weight: Tensor, algorithm: Algorithm) -> bool:
+    """Whether an algorithm gives the bits of the batch-invariant kernel: then it adds up products in the same order.
 
     Compared by numbers of very different sizes, whose sums another order would round otherwise in many places.
     """
     generator = torch.Generator(weight.device).manual_seed(0)  # the user's own stays as it is
-    numbers = torch.randn((2, tokens, weight.shape[1]), generator=generator, device=weight.device)
+    numbers = torch.randn((2, matmul.shape.tokens, weight.shape[1]), generator=generator, device=weight.device)
     x = (numbers[0] * (2 * numbers[1]).exp()).to(weight.dtype)
     try:
-        return torch.equal(launch(x, weight), invariant_product(x, weight))
+        return torch.equal(matmul.launcher(algorithm)(x, weight), invariant_product(x, weight))
     except torch.OutOfMemoryError:
         raise
     except Exception:  # as in `GpuTimer._runs`
@@ -258,7 +254,7 @@ def choose(
     for shape, weights in sorted(wanted.items(), key=lambda each: (each[0].tokens, -sum(w.nbytes for w in each[1]))):
         matmul = library.matmul(shape)
         algorithm = kept.get(str(shape))
-        serves = partial(_serves, matmul, weights[0], alike)
+        serves = partial(alike or (lambda *every: True), matmul, weights[0])
         if str(shape) in kept and (algorithm is None or (matmul.supports(algorithm) and serves(algorithm))):
             tally.read += 1
         elif clock() - started < most_seconds:

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from attention.hf.probe import expanded
-from drafters.base import BlockHead, HasLatents, Head, RatesDrafts
+from drafters.base import BlockHead, Head, RatesDrafts
 from drafters.loops.base import AnyLoop
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
@@ -111,7 +111,7 @@ def load_parts(
     log.info("loading the head")
     with pair.explained():
         head = load_head(draft, checkpoint, probed, options, tokenizer, group)
-    if backend.batch_invariant and isinstance(head, HasLatents):
+    if backend.batch_invariant and head is not None and hasattr(head, "expand"):
         head.expand()
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, group, lookup, more_extras, linears)
     named = (target, draft or "", options.tokenizer or "")

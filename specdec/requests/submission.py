@@ -251,7 +251,7 @@ def to_be_scored(
         )
         read = prompt + own[:-1]
         if drawn:
-            others = {"allowed_token_ids": None, "logprobs": None, "prompt_logprobs": logprobs}
+            others: dict[str, Any] = {"allowed_token_ids": None, "logprobs": None, "prompt_logprobs": logprobs}
             params = replace(params, logprobs_mode="processed", **others, **drawn)
             read = prompt + own
         found.append(Submission(read, params.of_request(len(found), device), 0, ()))

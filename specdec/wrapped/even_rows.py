@@ -65,7 +65,7 @@ def even_values(model: PreTrainedModel) -> list[Value]:
         with borrowed([*found, *packed]), _Operators():
             probe(model)
     except UnsupportedModelError:
-        found.append((model, "forward", _Even(model.forward)))
+        found.append((model, "forward", partial(_run_evenly, model.forward)))
     return found
 
 
@@ -79,16 +79,13 @@ def _multiplies(func: Any, args: Any) -> bool:
     return func is torch.ops.aten.matmul.default and args[1].ndim == 2
 
 
+def _run_evenly(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with _Even():
+        return forward(*args, **kwargs)
+
+
 class _Even(TorchDispatchMode):
-    """A forward whose linear layers and activations that are no modules give a row the same bits in any batch."""
-
-    def __init__(self, forward: Any) -> None:
-        super().__init__()
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return self.forward(*args, **kwargs)
+    """Linear layers and activations that are no modules give a row the same bits in any batch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.linear.default:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import check_mode
 
-from attention.checking import CHECKS, check_mode, require
+from attention.checking import CHECKS, require
 from attention.errors import InvariantError
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -227,7 +227,7 @@ def test_a_plan_does_not_outlive_its_wrapper(check_mode_on: None) -> None:
 
 @pytest.fixture
 def check_mode_on():  # type: ignore[no-untyped-def]
-    from attention.checking import check_mode
+    from fakes import check_mode
 
     with check_mode(True):
         yield

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import keep_gpu_busy, split_as_by_flashinfer
+from fakes import check_mode, keep_gpu_busy, split_as_by_flashinfer
 
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
-from attention.checking import check_mode
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec

@@ -45,18 +45,6 @@ def rollout_func(model: Any, **options: Any) -> Callable[[list[Any], Any], Rollo
     return rollouts
 
 
-class _Valued(torch.autograd.Function):
-    """`values`, with the gradient of `own`."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
-
-
 @dataclass(frozen=True)
 class Invariant:
     """See `invariant`."""
@@ -77,7 +65,7 @@ class Invariant:
             [B, C] float32; for padding, and without gradient, as in `own`.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        values, completed = own.detach().float(), mask[:, -own.shape[1] :].bool()
+        valued, completed = own.float().clone(), mask[:, -own.shape[1] :].bool()
         rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
         counts = completed.sum(1).tolist()
         pairs = [(row[:-count], row[-count:]) for row, count in zip(rows, counts, strict=True) if count]
@@ -85,8 +73,9 @@ class Invariant:
             prompts, completions = map(list, zip(*pairs, strict=True))
             found = self.model.score(prompts, completions, temperature=temperature)
             each = [told.logprob for score in found for told in score.logprobs]
-            values = values.masked_scatter(completed, values.new_tensor(each))
-        return _Valued.apply(own, values)  # type: ignore[no-any-return, no-untyped-call]
+            # Behind autograd's back: the gradient stays that of `own`, and `own + (values - own)` has other bits.
+            valued.data.masked_scatter_(completed, valued.new_tensor(each))
+        return valued
 
 
 def invariant(model: Any) -> Invariant:

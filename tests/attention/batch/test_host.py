@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import check_mode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, flat_pages, offsets_within, rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
-from attention.checking import check_mode
 from attention.errors import InvalidInputError, InvariantError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec

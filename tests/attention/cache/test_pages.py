@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from fakes import examples
+from fakes import examples, free_pages
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,7 +16,7 @@ ROWS, PAGE_SIZE, NUM_PAGES, MOST = 4, 4, 12, 26
 
 
 def snapshot(tables: BlockTables) -> tuple[list[list[int]], list[int]]:
-    return tables.table.tolist(), sorted(tables.allocator.free_pages())
+    return tables.table.tolist(), sorted(free_pages(tables.allocator))
 
 
 class PagesMachine(RuleBasedStateMachine):

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from fakes import examples
+from fakes import examples, free_pages, idle_pages
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -104,7 +104,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.cache.clear()
         assert self.cache.find(np.zeros(MOST, np.int32), False) == NOTHING
-        assert self.cache.pages.idle_pages() == []
+        assert idle_pages(self.cache.pages) == []
 
     @invariant()
     def every_page_has_its_holders(self) -> None:
@@ -179,8 +179,8 @@ def test_a_row_that_reads_a_page_again_takes_its_place() -> None:
     cache.register(np.array([1, 1, 2, 2, 3, 3], np.int32), tables.pages_of(0), [])
     tables.release(0)
     after = cache.find(np.array([1, 1, 2, 2, 3, 3, 9], np.int32), False).pages
-    assert after[0] == before[0] and after[1] != before[1] and len(cache.pages.free_pages()) == PAGES - 4
-    assert cache.pages.idle_pages() == list(after[::-1])
+    assert after[0] == before[0] and after[1] != before[1] and len(free_pages(cache.pages)) == PAGES - 4
+    assert idle_pages(cache.pages) == list(after[::-1])
 
 
 def test_a_page_of_the_head_is_found_by_what_follows() -> None:
@@ -347,7 +347,7 @@ def test_what_was_forgotten_may_be_evicted_no_more() -> None:
     cache.validate()
     for pages in (cache.pages, cache.windowed[0]):
         pages.release([1, 2, 3])
-        assert not pages.idle_pages() and len(pages.allocate(PAGES - 1)) == PAGES - 1
+        assert not idle_pages(pages) and len(pages.allocate(PAGES - 1)) == PAGES - 1
     cache.validate()
 
 
@@ -417,7 +417,7 @@ def test_a_page_takes_the_place_of_an_idle_one_alone(held: bool) -> None:
     cache.register(TOKENS, new, [])
     cache.validate()
     assert cache.find(NEXT, False).pages == tuple(old if held else new)
-    assert (old[0] in cache.pages.free_pages()) is not held
+    assert (old[0] in free_pages(cache.pages)) is not held
 
 
 def test_a_page_of_the_target_takes_its_windowed_pages_along_when_nothing_else_needs_them() -> None:
@@ -437,7 +437,7 @@ def test_a_page_of_the_target_takes_its_windowed_pages_along_when_nothing_else_n
     assert cache.windowed[0].registered_pages() == {near}
     cache.pages.allocate(1)  # and the other
     cache.validate()
-    assert not cache.windowed[0].registered_pages() and near in cache.windowed[0].free_pages()
+    assert not cache.windowed[0].registered_pages() and near in free_pages(cache.windowed[0])
 
 
 def test_windowed_pages_alone_are_found_no_more_when_they_go() -> None:
@@ -460,11 +460,11 @@ def test_what_a_request_without_drafts_uses_is_not_evicted_before_what_nobody_do
         cache.register(np.array(tokens, np.int32), page, head)
         cache.pages.release(page)
         cache.head_pages.release(head)
-    assert cache.pages.idle_pages() == [1, 2]
+    assert idle_pages(cache.pages) == [1, 2]
     own = cache.pages.allocate(1)
     cache.register(np.array([1, 1, 7], np.int32), own, [])
     assert cache.pages.registered_pages() == {1, 2}, "of no use beside one that serves a request with drafts, too"
-    assert cache.pages.idle_pages() == [2, 1]
+    assert idle_pages(cache.pages) == [2, 1]
 
 
 def test_pages_that_only_go_on_differently_count_as_found() -> None:

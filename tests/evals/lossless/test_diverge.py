@@ -64,15 +64,15 @@ def of_few(function: Any, fewest: int = 4) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "kind", "inputs"),
+    ("name", "kind"),
     [
-        ("model.layers.1.post_attention_layernorm", "LlamaRMSNorm [32]", [1, 3, 32]),
-        ("model.layers.2.mlp.down_proj", "Linear [32, 48]", [1, 3, 48]),
-        ("model.layers.3", "LlamaDecoderLayer []", [1, 3, 32]),
-        ("lm_head", "Linear [64, 32]", [1, 3, 32]),
+        ("model.layers.1.post_attention_layernorm", "LlamaRMSNorm [32]"),
+        ("model.layers.2.mlp.down_proj", "Linear [32, 48]"),
+        ("model.layers.3", "LlamaDecoderLayer []"),
+        ("lm_head", "Linear [64, 32]"),
     ],
 )
-def test_one_planted_module_is_named_and_no_other(name: str, kind: str, inputs: list[int], dtype: torch.dtype) -> None:
+def test_one_planted_module_is_named_and_no_other(name: str, kind: str, dtype: torch.dtype) -> None:
     model = invariant(dtype)
     planted = model.hf_model.get_submodule(name)
     if "layers.3" in name:  # the module's own code after its last submodule
@@ -82,8 +82,8 @@ def test_one_planted_module_is_named_and_no_other(name: str, kind: str, inputs: 
         planted.forward = of_few(planted.forward)
     found = diverge(model, TEXTS)
     (only,) = found["operators"]
-    assert (only["name"], only["kind"], only["inputs"][0]) == (name, kind, inputs)
-    assert (only["tokens"], only["whole"]) == (3, 64 + 65 + 66) and only["largest"] > 0
+    assert (only["name"], only["kind"]) == (name, kind)
+    assert only["tokens"] == 3 and only["largest"] > 0
     assert [only["stop"][row] - only["start"][row] for row in only["rows"]] == [1, 1, 1]
     assert found["logits"] and found["verdict"] == "FAIL"
     assert f"{name}, {kind.removesuffix(' []')}: 3 tokens differ" in text(found)

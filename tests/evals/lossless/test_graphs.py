@@ -12,9 +12,8 @@ from functools import cache
 
 import pytest
 import torch
-from fakes import backend_of_ours, launch_ahead
+from fakes import backend_of_ours, check_mode, launch_ahead
 
-from attention.checking import check_mode
 from evals.data.datasets import Question, load, render
 from evals.lossless.distribution import DistributionTest, NodesAt, Place, Trial, sample, search
 from evals.lossless.evidence import Sampling, measure

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fakes import random_prompts, table_head, tiny_llama, wrap
+from fakes import check_mode, random_prompts, table_head, tiny_llama, wrap
 from scipy import stats
 from transformers import (
     LogitsProcessorList,
@@ -27,7 +27,6 @@ from transformers import (
 )
 
 import specdec.acceptance.judge
-from attention.checking import check_mode
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_sampled
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.target_probs import draw

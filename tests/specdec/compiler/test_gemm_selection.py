@@ -117,9 +117,9 @@ def test_a_kept_choice_that_the_library_refuses_is_timed_anew(tmp_path: Path) ->
 
 def test_batch_invariant_matmuls_take_only_algorithms_of_the_same_bits(tmp_path: Path) -> None:
     first, second = Start(tmp_path), Start(tmp_path)
-    first.alike = lambda launch, weight, tokens: launch == SLOW  # faster than the own kernel, too
+    first.alike = lambda matmul, weight, algorithm: algorithm == SLOW  # faster than the own kernel, too
     assert first.choose(wanted(64, 24)).used == {"64 24": SLOW}
-    second.alike = lambda launch, weight, tokens: False  # the one that is kept has other bits here
+    second.alike = lambda matmul, weight, algorithm: False  # the one that is kept has other bits here
     assert second.choose(wanted(64, 24)).timed == ["64 24"] and not second.used
 
 

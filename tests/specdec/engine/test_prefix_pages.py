@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import LetterTokenizer, count_calls
+from fakes import LetterTokenizer, count_calls, free_pages
 
 from attention.cache.pages import PageAllocator
 from attention.cache.prefix import PrefixCache
@@ -376,7 +376,7 @@ def test_pages_of_the_head_are_never_short() -> None:
 
 def _without_eviction(allocator: Any, allocate: Callable[[int], list[int]]) -> Callable[[int], list[int]]:
     def checked(count: int) -> list[int]:
-        assert count <= len(allocator.free_pages())
+        assert count <= len(free_pages(allocator))
         return allocate(count)
 
     return checked

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import check_mode, idle_pages
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import PrefixCache
-from attention.checking import check_mode
 from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.prefixes import Prefixes
@@ -431,7 +431,7 @@ def test_pages_that_a_request_finds_are_not_free_for_it() -> None:
         scheduler.waiting.append(first)
         verified(scheduler, scheduled(scheduler))
         scheduler.remove(first)
-        assert scheduler.prefixes is not None and len(scheduler.prefixes.cache.pages.idle_pages()) == 2
+        assert scheduler.prefixes is not None and len(idle_pages(scheduler.prefixes.cache.pages)) == 2
         scheduler.waiting.append(request(1, prompt=12, new=2, num_drafts=0))
         scheduler.schedule()
         assert [r.id for r in scheduler.running] == let_in

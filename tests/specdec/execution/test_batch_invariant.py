@@ -210,7 +210,7 @@ def test_experts_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> 
             experts_test(target)
     else:
         experts_test(target)
-        assert sizes[0] > 48 * 4 and {1, 8, 9, 24, 25, 48, 49} <= set(sizes)
+        assert sizes[0] > 48 * 4 and {1, 17, 200, sizes[0] // 4, sizes[0] // 2} <= set(sizes)
 
 
 def graph_of(run: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float16) -> torch.fx.Graph:

@@ -16,6 +16,7 @@ import torch
 from fakes import (
     VOCAB,
     backend_of_ours,
+    check_mode,
     count_calls,
     eagle3_head,
     engine_of,
@@ -43,7 +44,6 @@ import specdec.execution.ragged
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.checking import check_mode
 from attention.spec import AttentionSpec
 from drafters.loops.base import Chosen
 from drafters.mtp.head import MtpHead

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fakes import check_mode
+
 import attention.kernels.cache_write
 import attention.kernels.invariant_kernel
 import attention.kernels.packed_kernel
@@ -29,7 +31,6 @@ from attention.backends.reference import attend as dense_attend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
-from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
 from specdec.execution.segments import Between, SegmentedGraph, record_segments

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import table_head, tiny_llama
+from fakes import check_mode, table_head, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.cache.kv_cache import KVFormat
 from attention.cache.pages import BlockTables
-from attention.checking import check_mode
 from attention.spec import Reach
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.scheduler import Scheduler, windowed_tables

@@ -16,7 +16,6 @@ from transformers.utils import logging
 
 from specdec import SamplingParams, invariant
 from specdec.errors import InvalidInputError
-from specdec.extensions.rollouts import trl
 from specdec.extensions.rollouts.trl import rollout_func, use_invariant
 
 
@@ -74,7 +73,7 @@ def test_a_trainers_values_are_the_rollouts_bits(
     policy, prompts = invariant(wrapped), random_prompts((5, 30, 1, 9))
     params = SamplingParams(12, temperature=temperature, logprobs=0, logprobs_mode="processed", seed=3)
     if defect == "values of the trainer":
-        monkeypatch.setattr(trl._Valued, "apply", lambda own, values: own)
+        monkeypatch.setattr(torch.Tensor, "masked_scatter_", lambda own, *others: own)
     same, weights = [], list(model.parameters())
     for weight in weights:
         weight.requires_grad_(True)
@@ -108,15 +107,16 @@ def test_a_grpo_trainer_takes_them_for_the_trained_model_alone() -> None:
     def own(trained: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int, compute_entropy: bool = False) -> Any:
         return own_log_probs(trained, ids, mask, kept, 0.7), entropies, None
 
-    trainer: Any = SimpleNamespace(accelerator=accelerator, temperature=0.7, _get_per_token_logps_and_entropies=own)
+    name = "_get_per_token_logps_and_entropies"
+    trainer: Any = SimpleNamespace(accelerator=accelerator, temperature=0.7, **{name: own})
     use_invariant(trainer, wrapped)
     mask = torch.ones_like(ids)
-    found, *others = trainer._get_per_token_logps_and_entropies(model, ids, mask, 3, compute_entropy=True)
+    found, *others = getattr(trainer, name)(model, ids, mask, 3, compute_entropy=True)
     right = wrapped.score(ids[:, :6].tolist(), ids[:, 6:].tolist(), temperature=0.7)
     assert found.tolist() == [[each.logprob for each in score.logprobs] for score in right]
     assert others[0] is entropies and others[1] is None
     reference = tiny_llama(seed=5)
-    of_reference, *_ = trainer._get_per_token_logps_and_entropies(reference, ids, mask, 3)
+    of_reference, *_ = getattr(trainer, name)(reference, ids, mask, 3)
     assert torch.equal(of_reference, own_log_probs(reference, ids, mask, 3, 0.7))
 
 
