@@ -60,7 +60,7 @@ def even_values(model: PreTrainedModel) -> list[Value]:
     # The property's own attribute: a property cannot be borrowed.
     turns = [(m.config, "_experts_implementation_internal", "eager") for m in model.modules() if hasattr(m, "has_gate")]
     found: list[Value] = [*even_activations(model), *turns]
-    packed = [(m, "forward", partial(_empty, m)) for m in model.modules() if isinstance(m, nn.Linear)]
+    packed = [(m, "forward", partial(_empty, m)) for m in model.modules() if type(m) is nn.Linear]
     try:
         with borrowed([*found, *packed]), _Operators():
             probe(model)

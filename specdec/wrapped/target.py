@@ -190,6 +190,7 @@ class Target:
         self.states = states
         self.group = group
         self.num_layers = len(probed.layers)
+        self.max_positions = max_positions
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.errors import InvalidInputError
@@ -51,9 +50,7 @@ class Invariant:
 
     model: Any
 
-    def log_probs(
-        self, own: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, temperature: float = 1.0
-    ) -> Tensor:
+    def log_probs(self, own: Tensor, input_ids: Tensor, attention_mask: Tensor, temperature: float) -> Tensor:
         """A rollout's log-probabilities (`logprobs_mode="processed"`) of each row's last tokens, with the trainer's
         gradient.
 
@@ -64,9 +61,8 @@ class Invariant:
         Returns:
             [B, C] float32; for padding, and without gradient, as in `own`.
         """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        valued, completed = own.float().clone(), mask[:, -own.shape[1] :].bool()
-        rows = [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
+        valued, completed = own.float().clone(), attention_mask[:, -own.shape[1] :].bool()
+        rows = [row[real.bool()].tolist() for row, real in zip(input_ids, attention_mask, strict=True)]
         counts = completed.sum(1).tolist()
         pairs = [(row[:-count], row[-count:]) for row, count in zip(rows, counts, strict=True) if count]
         if pairs:

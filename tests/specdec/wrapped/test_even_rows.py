@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from fakes import VOCAB, eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from transformers.activations import ACT2FN
 
 from attention.backends.reference import TorchBackend
@@ -139,6 +139,20 @@ def test_rows_longer_than_a_window_round_alike() -> None:
             done = wrapped.generate(prompts, SamplingParams(max_new_tokens=12, logprobs=0))
             found.append([(c.token_ids, c.logprobs) for c in done])
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_rows_of_the_self_test_end_where_positions_do() -> None:
+    """Positions of longrope are looked up in a table as long as requests; a row of 256 tokens was beyond it."""
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.1 * i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": rope | factors}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = LlamaConfig(**sizes, **heads, **ids, max_position_embeddings=128)  # type: ignore[arg-type]
+    target: Any = AutoModelForCausalLM.from_config(config).eval()
+    with wrap(target, None, num_speculative_tokens=0, **OPTIONS, max_model_len=60, max_num_batched_tokens=64) as model:
+        assert len(model.generate(PROMPTS, SamplingParams(max_new_tokens=4))) == len(PROMPTS)
 
 
 @pytest.mark.slow
