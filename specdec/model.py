@@ -299,8 +299,7 @@ class SpeculativeModel:
     def score(self, prompts: Prompts, completions: Prompts, *, logprobs: int = 0, **options: Any) -> list[Score]:
         """Log-probabilities of given completions, in one batch; prompts' common beginnings are read once. prompts: as
         for `generate`, one for each completion, or one. completions: texts (tokenised without special tokens) or ids.
-        logprobs: alternatives of each token. options: `chat`, and those of the chat template; `temperature`, `top_k`,
-        `top_p` and `min_p`: of the distribution that these give (one token less fits then). Raises as `generate`."""
+        logprobs: alternatives of each. options: `chat`, the template's; `temperature`, `top_k`, `top_p`, `min_p`."""
         from specdec.engine.streams import completed
 
         check = self._begun_check()

@@ -69,7 +69,7 @@ class Invariant:
             prompts, completions = map(list, zip(*pairs, strict=True))
             found = self.model.score(prompts, completions, temperature=temperature)
             each = [told.logprob for score in found for told in score.logprobs]
-            # Behind autograd's back: the gradient stays that of `own`, and `own + (values - own)` has other bits.
+            # Behind autograd's back: the gradient stays `own`'s, and `own + (values - own)` has other bits.
             valued.data.masked_scatter_(completed, valued.new_tensor(each))
         return valued
 

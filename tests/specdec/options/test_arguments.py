@@ -120,8 +120,8 @@ def test_options_of_the_chat_template(model: Any, monkeypatch: pytest.MonkeyPatc
     assert seen[-1] == {**more, "add_generation_prompt": True, "return_dict": True}
     assert model.score(chat, [3], **more)[0].logprob == model.score("abc", [3], chat=True, logprobs=0)[0].logprob
     assert seen[-2] == {**more, "add_generation_prompt": True, "return_dict": True}
-    with pytest.raises(InvalidInputError, match=r"'top_k'"):
-        model.score(chat, [3], top_k=1)
+    with pytest.raises(InvalidInputError, match=r"'max_new_tokens'"):
+        model.score(chat, [3], max_new_tokens=1)
     with pytest.raises(InvalidInputError, match="continue_final_message: 'abc' is no chat"):
         model.generate("abc", continue_final_message=True)
 
