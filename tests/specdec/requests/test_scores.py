@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fakes import LETTERS, LetterTokenizer, random_prompts, table_head, tiny_llama, wrap
 
+from specdec import SamplingParams
 from specdec.errors import InvalidInputError
 
 CLOSE = {"rtol": 0.0, "atol": 3e-5}
@@ -87,3 +90,17 @@ def test_texts_of_completions_get_no_special_tokens() -> None:
 def test_bad_completions_are_refused(prompts: object, completions: object, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         wrap(tiny_llama()).score(prompts, completions)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}])
+def test_scores_of_the_distribution_are_those_of_generate_bit_by_bit(filters: dict[str, Any]) -> None:
+    """Prompt and completion in one pass, against rounds of one token. Planted by hand: another temperature."""
+    prompts, drawn = random_prompts((5, 9, 20)), {"temperature": 0.7, **filters}
+    with wrap(tiny_llama(), None, num_speculative_tokens=0, backend="batch_invariant", kv_cache_tokens=800) as model:
+        params = SamplingParams(10, logprobs=0, logprobs_mode="processed", seed=1, **drawn)
+        done = model.generate(prompts, params)
+        found = model.score(prompts, [each.token_ids for each in done], **drawn)
+        other = model.score(prompts, [each.token_ids for each in done], **{**drawn, "temperature": 0.71})
+    for completion, score, wrong in zip(done, found, other, strict=True):
+        own = [each.logprob for each in completion.logprobs or ()]
+        assert [each.logprob for each in score.logprobs] == own != [each.logprob for each in wrong.logprobs]
