@@ -244,16 +244,12 @@ def to_be_scored(
             max_new_tokens=1,
             ignore_eos=True,
             num_speculative_tokens=0,
-            allowed_token_ids=(own[-1],),
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if len(own) > 1 else None,
+            prompt_logprobs=logprobs if drawn or len(own) > 1 else None,
             prompt_logprobs_start=len(prompt),
+            logprobs_mode="processed" if drawn else "raw",
+            **drawn or {"allowed_token_ids": (own[-1],), "logprobs": logprobs},
         )
-        read = prompt + own[:-1]
-        if drawn:
-            others: dict[str, Any] = {"allowed_token_ids": None, "logprobs": None, "prompt_logprobs": logprobs}
-            params = replace(params, logprobs_mode="processed", **others, **drawn)
-            read = prompt + own
+        read = prompt + (own if drawn else own[:-1])
         found.append(Submission(read, params.of_request(len(found), device), 0, ()))
     return found
 
