@@ -120,8 +120,7 @@ class Logprobs(RoundExtra):
         if own.params:
             tokens = _of_tokens(own, decision)
         if own.prompts:
-            tokens_after = np.concatenate([part.tokens for part in own.prompts])
-            targets = on_device(tokens_after, decision.logits.device)[:, None]
+            targets = on_device(np.concatenate([part.tokens for part in own.prompts]), decision.logits.device)[:, None]
             params = [part.params for part in own.prompts for _ in part.tokens]
             logits = decision.logits[-len(targets) :]
             found = _in_modes(params, logits, logits)
@@ -138,7 +137,8 @@ def _of_tokens(own: AskingRows, decision: Decision) -> Tensor:
     at = decision.index[places].reshape(-1)
     tokens = decision.tokens[places].reshape(-1, 1)
     most = max(params.logprobs or 0 for params in own.params)
-    told = _described(_log_probabilities(own.params, decision, at, width), tokens, most)
+    every = [params for params in own.params for _ in range(width)]
+    told = _described(_in_modes(every, decision.logits[at], decision.adjusted[at]), tokens, most)
     notes = torch.zeros(rows, width, told.shape[1], device=device)
     return notes.index_copy_(0, places, told.view(len(places), width, -1))
 
@@ -158,12 +158,6 @@ def _whole_row(own: WholeRows, decision: Decision) -> Tensor:
         return decision.logits[at].float()
     scores = decision.adjusted[at].float()
     return scores if own.params.greedy else warped(scores, _tensors([own.params] * len(at), at.device))
-
-
-def _log_probabilities(params: Sequence[SamplingParams], decision: Decision, at: Tensor, width: int) -> Tensor:
-    """[m·width, V] float32, in each request's `logprobs_mode`; at: rows of logits."""
-    every = [own for own in params for _ in range(width)]
-    return _in_modes(every, decision.logits[at], decision.adjusted[at])
 
 
 def _in_modes(params: Sequence[SamplingParams], logits: Tensor, adjusted: Tensor) -> Tensor:
@@ -239,23 +233,23 @@ class AskingColumns(DecidedColumns[SamplingParams]):
             for name in ("return_logits", "return_scores")
             if i < count and isinstance(told := getattr(own, name), TokenRows)
         )
-        prompts = self._prompts(table, schedule, [i for i, _ in asking])
+        prompts = self._prompts(table, schedule, asking)
         if not (logprobs or whole or prompts):
             return None
         places = np.array([place for _, place in logprobs], np.int64)
         return AskingRows(tuple(own for own, _ in logprobs), places, whole, prompts)
 
-    def _prompts(self, table: RowTable, schedule: Schedule, asking: Sequence[int]) -> tuple[PromptPart, ...]:
-        """Prompt tokens with log-probabilities of the rows at these places in the batch."""
+    def _prompts(
+        self, table: RowTable, schedule: Schedule, asking: Sequence[tuple[int, SamplingParams]]
+    ) -> tuple[PromptPart, ...]:
+        """Prompt tokens with log-probabilities of the rows at these places in the batch, with their parameters."""
         starts = starts_of(schedule.num_new + schedule.num_drafts)
         parts = []
-        for i in asking:
+        for i, own in asking:
             row = int(schedule.rows[i])
             asked, needed = self._prompt_part(table, row, int(schedule.num_new[i]))
             if asked is not None and needed:
                 before = np.arange(needed.start, needed.stop)
                 tokens = table.tokens[row, before + 1].astype(np.int64)
-                own = self.own[row]
-                assert own is not None
                 parts.append(PromptPart(asked, own, before + 1, tokens, starts[i] + before - table.computed[row]))
         return tuple(parts)
