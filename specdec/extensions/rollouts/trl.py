@@ -59,18 +59,31 @@ class Invariant:
             input_ids: [B, L], prompts and completions; attention_mask: [B, L], 0 for padding on either side.
 
         Returns:
-            [B, C] float32; for padding, and without gradient, as in `own`.
+            [B, C] float32; for padding and a row's first token, and without gradient, as in `own`.
+
+        Raises:
+            InvalidInputError: shapes that do not fit. Others: see `SpeculativeModel.score`.
         """
-        valued, completed = own.float().clone(), attention_mask[:, -own.shape[1] :].bool()
-        rows = [row[real.bool()].tolist() for row, real in zip(input_ids, attention_mask, strict=True)]
-        counts = completed.sum(1).tolist()
-        pairs = [(row[:-count], row[-count:]) for row, count in zip(rows, counts, strict=True) if count]
-        if pairs:
-            prompts, completions = map(list, zip(*pairs, strict=True))
-            found = self.model.score(prompts, completions, temperature=temperature)
-            each = [told.logprob for score in found for told in score.logprobs]
-            # Behind autograd's back: the gradient stays `own`'s, and `own + (values - own)` has other bits.
-            valued.data.masked_scatter_(completed, valued.new_tensor(each))
+        real = attention_mask.bool()
+        followed = (real & (real.cumsum(1) > 1))[:, -own.shape[1] :]
+        if (real.shape, followed.shape) != (input_ids.shape, own.shape):
+            raise InvalidInputError(
+                "log_probs() got own, input_ids and attention_mask of shapes "
+                f"{[list(each.shape) for each in (own, input_ids, attention_mask)]}: give [B, C], [B, L] and [B, L], C "
+                "from 1 to L"
+            )
+        valued = own.float().clone()
+        prompts = []
+        completions = []
+        for row, there, count in zip(input_ids, real, followed.sum(1).tolist(), strict=True):
+            if count:
+                ids = row[there].tolist()
+                prompts.append(ids[:-count])
+                completions.append(ids[-count:])
+        scores = self.model.score(prompts, completions, temperature=temperature)
+        values = valued.new_tensor([each.logprob for score in scores for each in score.logprobs])
+        # Behind autograd's back: the gradient stays `own`'s, and `own + (values - own)` has other bits.
+        valued.data.masked_scatter_(followed, values)
         return valued
 
 
@@ -100,12 +113,21 @@ def invariant(model: Any) -> Invariant:
 
 
 def use_invariant(trainer: Any, model: Any) -> None:
-    """From now on a GRPOTrainer's log-probabilities of the trained model are the rollout's; see `invariant`."""
-    policy, own = invariant(model), trainer._get_per_token_logps_and_entropies
+    """From now on a GRPOTrainer's log-probabilities of the trained model are the rollout's; see `invariant`.
+
+    Raises:
+        InvalidInputError: the trainer has another model, for example a PeftModel around this one. See `invariant`.
+    """
+    policy, own, plain = invariant(model), trainer._get_per_token_logps_and_entropies, trainer.accelerator.unwrap_model
+    if plain(trainer.model) is not model.hf_model:
+        raise InvalidInputError(
+            f"use_invariant() got a trainer of another model ({type(trainer.model).__name__}): give GRPOTrainer and "
+            "SpeculativeModel.from_pretrained the same transformers model, without adapters of peft"
+        )
 
     def log_probs(trained: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
         found, *others = own(trained, input_ids, attention_mask, *args, **kwargs)
-        if trainer.accelerator.unwrap_model(trained) is model.hf_model:
+        if plain(trained) is model.hf_model:
             found = policy.log_probs(found, input_ids, attention_mask, trainer.temperature)
         return found, *others
 

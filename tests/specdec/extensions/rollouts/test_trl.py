@@ -61,13 +61,16 @@ def padded(prompts: list[list[int]], answers: list[list[int]]) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("defect", ["", "values of the trainer", "weights from before"])
-@pytest.mark.parametrize(("temperature", "drafts"), [(1.0, 0), (0.7, 3), (2.0, 3)])
+@pytest.mark.parametrize(
+    ("temperature", "drafts", "dtype"),
+    [(1.0, 0, torch.bfloat16), (0.7, 3, torch.bfloat16), (2.0, 3, torch.float32), (0.7, 0, torch.float32)],
+)
 def test_a_trainers_values_are_the_rollouts_bits(
-    temperature: float, drafts: int, defect: str, monkeypatch: pytest.MonkeyPatch
+    temperature: float, drafts: int, dtype: torch.dtype, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before and after a step of the optimizer; the gradient is the plain forward's. Planted: two defects."""
-    model = tiny_llama().bfloat16()
-    head: Any = eagle3_head(model).bfloat16() if drafts else None
+    model = tiny_llama().to(dtype)
+    head: Any = eagle3_head(model).to(dtype) if drafts else None
     options: dict[str, Any] = {"backend": "batch_invariant", "kv_cache_tokens": 800, "max_num_batched_tokens": 40}
     wrapped = wrap(model, head, num_speculative_tokens=drafts, **options)
     policy, prompts = invariant(wrapped), random_prompts((5, 30, 1, 9))
@@ -97,6 +100,53 @@ def test_a_trainers_values_are_the_rollouts_bits(
     assert all(same) == (not defect), same
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_values_are_those_of_weights_that_were_written_in_place(stale: bool) -> None:
+    """Bit for bit those of a model that is wrapped afterwards. Planted: the engine keeps pages of the old weights."""
+    model, fresh = tiny_llama(), tiny_llama()
+    options: dict[str, Any] = {"num_speculative_tokens": 0, "backend": "batch_invariant"}
+    wrapped = wrap(model, None, **options)
+    assert wrapped.prefix_caching == "on" and wrapped.config.page_size < 30
+    if stale:
+        wrapped.engine.forget_prefixes = lambda: None  # type: ignore[method-assign]
+    ids = torch.tensor(random_prompts((40, 40)))
+    given = (torch.zeros(2, 6), ids, torch.ones_like(ids), 0.7)
+    before = invariant(wrapped).log_probs(*given)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 1.05
+    after = invariant(wrapped).log_probs(*given)
+    fresh.load_state_dict(model.state_dict())
+    right = invariant(wrap(fresh, None, **options)).log_probs(*given)
+    assert not torch.equal(before, right) and torch.equal(after, right) == (not stale)
+
+
+def test_a_rows_first_token_and_padding_keep_the_trainers_values() -> None:
+    """Rows padded on the right, on the left, and one without a token; all of their places are asked for."""
+    model = tiny_llama()
+    wrapped = wrap(model, None, num_speculative_tokens=0, backend="batch_invariant")
+    (first, second), own = random_prompts((9, 4)), torch.arange(36.0).view(4, 9)
+    ids = torch.tensor([first, second + [0] * 5, [0] * 5 + second, [0] * 9])
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5, [0] * 5 + [1] * 4, [0] * 9])
+    found = invariant(wrapped).log_probs(own, ids, mask, 1.5)
+    of_first, of_second = (
+        [each.logprob for each in score.logprobs]
+        for score in wrapped.score([first[:1], second[:1]], [first[1:], second[1:]], temperature=1.5)
+    )
+    right = own.clone()
+    right[0, 1:], right[1, 1:4], right[2, 6:] = map(torch.tensor, (of_first, of_second, of_second))
+    assert torch.equal(found, right) and torch.equal(own, torch.arange(36.0).view(4, 9))
+    assert torch.equal(invariant(wrapped).log_probs(own[:, 6:], ids, mask, 1.5), right[:, 6:])
+
+
+@pytest.mark.parametrize("shapes", [((2, 10), (2, 9)), ((2, 0), (2, 9)), ((1, 3), (2, 9)), ((2, 3), (2, 8))])
+def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    wrapped = wrap(tiny_llama(), None, num_speculative_tokens=0, backend="batch_invariant")
+    own, mask = map(torch.zeros, shapes)
+    with pytest.raises(InvalidInputError, match=r"of shapes \[\[\d, \d+\], \[2, 9\], .*give \[B, C\], \[B, L\]"):
+        invariant(wrapped).log_probs(own, torch.tensor(random_prompts((9, 9))), mask, 1.0)
+
+
 def test_a_grpo_trainer_takes_them_for_the_trained_model_alone() -> None:
     model = tiny_llama()
     wrapped = wrap(model, None, num_speculative_tokens=0, backend="batch_invariant")
@@ -108,7 +158,7 @@ def test_a_grpo_trainer_takes_them_for_the_trained_model_alone() -> None:
         return own_log_probs(trained, ids, mask, kept, 0.7), entropies, None
 
     name = "_get_per_token_logps_and_entropies"
-    trainer: Any = SimpleNamespace(accelerator=accelerator, temperature=0.7, **{name: own})
+    trainer: Any = SimpleNamespace(accelerator=accelerator, temperature=0.7, model=model, **{name: own})
     use_invariant(trainer, wrapped)
     mask = torch.ones_like(ids)
     found, *others = getattr(trainer, name)(model, ids, mask, 3, compute_entropy=True)
@@ -118,6 +168,9 @@ def test_a_grpo_trainer_takes_them_for_the_trained_model_alone() -> None:
     reference = tiny_llama(seed=5)
     of_reference, *_ = getattr(trainer, name)(reference, ids, mask, 3)
     assert torch.equal(of_reference, own_log_probs(reference, ids, mask, 3, 0.7))
+    trainer.model = reference  # or a PeftModel, whose reference is the same object with adapters off
+    with pytest.raises(InvalidInputError, match=r"a trainer of another model \(LlamaForCausalLM\): give GRPO"):
+        use_invariant(trainer, wrapped)
 
 
 def test_another_backend_is_refused() -> None:
