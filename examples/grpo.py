@@ -143,11 +143,13 @@ def train(way: str, name: str, steps: int, seed: int, folder: str, **changes: An
 @click.option("--seed", default=0, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default="/tmp/specdec-grpo", show_default=True)
 def main(way: str, name: str, steps: int, seed: int, folder: Path) -> None:
-    """Train, and print the reward of each step and the seconds."""
+    """Train, and print the reward and the seconds of each step, and the seconds of all."""
     start = time.perf_counter()
     _, rewards = train(way, name, steps, seed, str(folder))
     found = [round(line["reward"], 3) for line in rewards.lines if "reward" in line]
-    click.echo(json.dumps({"way": way, "rewards": found, "seconds": round(time.perf_counter() - start, 1)}))
+    steps_took = [round(line["step_time"], 2) for line in rewards.lines if "step_time" in line]
+    told = {"way": way, "rewards": found, "seconds": round(time.perf_counter() - start, 1), "of steps": steps_took}
+    click.echo(json.dumps(told))
     for name, largest in rewards.differences.items():
         click.echo(f"largest difference of log-probabilities {name}: {largest}")
 
