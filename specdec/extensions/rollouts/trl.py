@@ -46,7 +46,7 @@ def rollout_func(model: Any, **options: Any) -> Callable[[list[Any], Any], Rollo
 
 @dataclass(frozen=True)
 class Invariant:
-    """See `invariant`."""
+    """See `invariant`. model: the SpeculativeModel."""
 
     model: Any
 
@@ -56,7 +56,9 @@ class Invariant:
 
         Args:
             own: [B, C], the trainer's log-probabilities of the last C tokens, at this temperature.
-            input_ids: [B, L], prompts and completions; attention_mask: [B, L], 0 for padding on either side.
+            input_ids: [B, L], prompts and completions.
+            attention_mask: [B, L], 0 for padding on either side.
+            temperature: the rollout's.
 
         Returns:
             [B, C] float32; for padding and a row's first token, and without gradient, as in `own`.
