@@ -93,13 +93,8 @@ class Matrix:
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I], bias [sum of O] or None -> x · weightᵀ + bias [..., sum of O]."""
-        count = x.shape[-2]
         fewest = FEWEST_ROWS if self.packed and x.dtype is torch.float32 else self._fewest
-        few = 0 < count < fewest and x.numel() == count * x.shape[-1]
-        found: Tensor = ONEDNN._linear_pointwise(
-            F.pad(x, (0, 0, 0, fewest - count)) if few else x, self.memory, bias, "none", [], ""
-        )
-        return found[..., :count, :] if few else found
+        return filled_linear(x, self.memory, bias, fewest)
 
     def part(self, x: Tensor, place: int) -> Tensor:
         """One layer's part of x · weightᵀ, which is computed for all layers at the first one's call with an input.
@@ -117,12 +112,15 @@ class Matrix:
         return last[2][place]
 
 
-def even_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I] · weightᵀ [I, O] + bias, of a plain weight; a row gets the same bits beside any others."""
-    rows = x.reshape(-1, x.shape[-1])
-    few = F.pad(rows, (0, 0, 0, max(EVEN_ROWS - len(rows), 0)))
-    found: Tensor = ONEDNN._linear_pointwise(few, weight, bias, "none", [], "")
-    return found[: len(rows)].view(*x.shape[:-1], len(weight))
+def filled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fewest: int = EVEN_ROWS) -> Tensor:
+    """x [..., I] · weightᵀ [I, O] + bias by oneDNN, fewer rows filled up to `fewest`; by default a row gets the same
+    bits beside any others."""
+    count = x.shape[-2]
+    few = 0 < count < fewest and x.numel() == count * x.shape[-1]
+    found: Tensor = ONEDNN._linear_pointwise(
+        F.pad(x, (0, 0, 0, fewest - count)) if few else x, weight, bias, "none", [], ""
+    )
+    return found[..., :count, :] if few else found
 
 
 class PackedWeight(Tensor):

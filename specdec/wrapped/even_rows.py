@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from attention.hf.patches import Value, borrowed
 from attention.hf.probe import probe
 from specdec.errors import UnsupportedModelError
-from specdec.ops.packed_weight import even_linear
+from specdec.ops.packed_weight import filled_linear
 from specdec.wrapped.target import Target
 
 _VECTORS = 64
@@ -89,11 +89,11 @@ class _Even(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.linear.default:
-            return even_linear(*args)
+            return filled_linear(*args)
         if _multiplies(func, args):
-            return even_linear(args[0], args[1].t().contiguous())
+            return filled_linear(args[0], args[1].t().contiguous())
         if func.overloadpacket.__name__ in _ELEMENTWISE:
-            return _evenly(func, *args)
+            return _evenly(lambda x: func(x, *args[1:], **kwargs or {}), args[0])
         return func(*args, **kwargs or {})
 
 
@@ -101,7 +101,7 @@ def _evenly(activation: Any, x: Tensor) -> Tensor:
     """An element-wise function of x [..., I] in vectors alone, in pieces that one thread computes."""
     with torch._C._DisableTorchDispatch():  # `_Operators` watches those outside
         count = x.numel()
-        if count <= _ONE_THREAD and x.shape[-1] % _VECTORS == 0:
+        if count <= _ONE_THREAD and x.ndim and x.shape[-1] % _VECTORS == 0:
             return activation(x)
         flat = F.pad(x.reshape(-1), (0, -count % _VECTORS))
         return torch.cat([activation(piece) for piece in flat.split(_ONE_THREAD)])[:count].view(x.shape)

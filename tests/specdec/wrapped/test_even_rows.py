@@ -249,6 +249,34 @@ def test_functions_that_are_no_modules_run_evenly(functional: bool, monkeypatch:
             wrap(model, **OPTIONS)
 
 
+class Called(nn.Module):
+    """An activation that is a function with arguments, or of a number that is no token's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.gate = name, nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        of_name = {
+            "keyword": lambda: F.gelu(x, approximate="tanh"),
+            "position": lambda: F.softplus(x, 2.0),
+            "scalar": lambda: x * torch.sigmoid(self.gate),
+        }
+        return of_name[self.name]()
+
+
+@pytest.mark.parametrize("name", ["keyword", "position", "scalar"])
+def test_functions_keep_their_arguments(name: str) -> None:
+    """As the model's own forward: without approximate="tanh" logits were off by 2e-4, which the self-test lets pass."""
+    model, (prompt,) = tiny_llama(), random_prompts((9,))
+    model.model.layers[1].mlp.act_fn = Called(name)
+    with wrap(model.eval(), None, num_speculative_tokens=0, **OPTIONS) as wrapped:
+        (done,) = wrapped.generate([prompt], SamplingParams(max_new_tokens=6, return_logits=True))
+    with torch.no_grad():
+        right = model(torch.tensor([prompt + done.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    torch.testing.assert_close(torch.as_tensor(done.logits), right, rtol=0, atol=1e-5)
+
+
 def test_operators_that_are_not_even_are_refused_by_name() -> None:
     model: Any = tiny_llama()
     model.model.layers[1].mlp.up_proj = Transposed(model.model.layers[1].mlp.up_proj)
