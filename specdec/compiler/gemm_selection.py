@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -183,11 +182,11 @@ def invariant_product(x: Tensor, weight: Tensor) -> Tensor:
     return launch_invariant_linear(x, weight, None)
 
 
-Alike = Callable[[Matmul, Tensor, Algorithm], bool]
-"""(matmul, weight [O, I], algorithm) -> whether it has the bits of the batch-invariant kernel."""
+Alike = Callable[[Matmul, Tensor], Callable[[Algorithm], bool]]
+"""(matmul, weight [O, I]) -> whether an algorithm has the bits of the batch-invariant kernel."""
 
 
-def sums_alike(matmul: Matmul, weight: Tensor, algorithm: Algorithm) -> bool:
+def sums_alike(matmul: Matmul, weight: Tensor) -> Callable[[Algorithm], bool]:
     """Whether an algorithm gives the bits of the batch-invariant kernel: then it adds up products in the same order.
 
     Compared by numbers of very different sizes, whose sums another order would round otherwise in many places.
@@ -195,12 +194,17 @@ def sums_alike(matmul: Matmul, weight: Tensor, algorithm: Algorithm) -> bool:
     generator = torch.Generator(weight.device).manual_seed(0)  # the user's own stays as it is
     numbers = torch.randn((2, matmul.shape.tokens, weight.shape[1]), generator=generator, device=weight.device)
     x = (numbers[0] * (2 * numbers[1]).exp()).to(weight.dtype)
-    try:
-        return torch.equal(matmul.launcher(algorithm)(x, weight), invariant_product(x, weight))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # as in `GpuTimer._runs`
-        return False
+    right = invariant_product(x, weight)
+
+    def is_alike(algorithm: Algorithm) -> bool:
+        try:
+            return torch.equal(matmul.launcher(algorithm)(x, weight), right)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # as in `GpuTimer._runs`
+            return False
+
+    return is_alike
 
 
 Wanted = Mapping[ProductShape, Sequence[Tensor]]
@@ -254,18 +258,22 @@ def choose(
     for shape, weights in sorted(wanted.items(), key=lambda each: (each[0].tokens, -sum(w.nbytes for w in each[1]))):
         matmul = library.matmul(shape)
         algorithm = kept.get(str(shape))
-        serves = partial(alike or (lambda *every: True), matmul, weights[0])
-        if str(shape) in kept and (algorithm is None or (matmul.supports(algorithm) and serves(algorithm))):
-            tally.read += 1
-        elif clock() - started < most_seconds:
-            try:
+        try:
+            if str(shape) in kept and (
+                algorithm is None
+                or (matmul.supports(algorithm) and (alike is None or alike(matmul, weights[0])(algorithm)))
+            ):
+                tally.read += 1
+            elif clock() - started < most_seconds:
                 timed = timer(weights, shape.tokens)
-                algorithms = list(filter(serves, matmul.algorithms()))
+                algorithms = matmul.algorithms()
+                if alike is not None:
+                    algorithms = list(filter(alike(matmul, weights[0]), algorithms))
                 new[shape] = algorithm = fastest(algorithms, matmul.launcher, usual, timed)
-            except torch.OutOfMemoryError:  # the memory left does not suffice for timing
+                tally.timed += 1
+            else:
                 continue
-            tally.timed += 1
-        else:
+        except torch.OutOfMemoryError:  # the memory left does not suffice for comparing or timing
             continue
         if algorithm is not None:
             use(weights[0].device, shape, matmul.launcher(algorithm), alike is not None)

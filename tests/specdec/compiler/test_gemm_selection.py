@@ -117,10 +117,24 @@ def test_a_kept_choice_that_the_library_refuses_is_timed_anew(tmp_path: Path) ->
 
 def test_batch_invariant_matmuls_take_only_algorithms_of_the_same_bits(tmp_path: Path) -> None:
     first, second = Start(tmp_path), Start(tmp_path)
-    first.alike = lambda matmul, weight, algorithm: algorithm == SLOW  # faster than the own kernel, too
+    first.alike = lambda matmul, weight: lambda algorithm: algorithm == SLOW  # faster than the own kernel, too
     assert first.choose(wanted(64, 24)).used == {"64 24": SLOW}
-    second.alike = lambda matmul, weight, algorithm: False  # the one that is kept has other bits here
+    second.alike = lambda matmul, weight: lambda algorithm: False  # the one that is kept has other bits here
     assert second.choose(wanted(64, 24)).timed == ["64 24"] and not second.used
+
+
+def test_without_room_for_a_comparison_the_own_kernel_stays(tmp_path: Path) -> None:
+    """Also of a choice that is kept: a start goes on, and the choice stays for the next one."""
+
+    def no_room(matmul: Any, weight: torch.Tensor) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    first, second, third = (Start(tmp_path) for _ in range(3))
+    first.alike = third.alike = lambda matmul, weight: lambda algorithm: True
+    second.alike = no_room
+    used = first.choose(wanted(64, 24)).used
+    assert used and not second.choose(wanted(64, 24), wanted(64, 48)).used and second.tally.timed == 0
+    assert third.choose(wanted(64, 24)).used == used and not third.timed
 
 
 def test_without_room_for_timing_the_usual_calls_stay(tmp_path: Path) -> None:
