@@ -378,6 +378,6 @@ def _error(ours: Tensor, right: Tensor) -> Tensor:
 
 
 def _room(target: Target) -> int:
-    """Tokens of which the cache holds three rows, and for which there are positions."""
+    """Tokens of which the cache holds three rows, and that have places in a table of positions, if there is one."""
     tokens = (fewest_pages(target) - 1) // len(_PROMPT_LENS) * target.runner.page_size
     return min(tokens, target.max_positions or tokens)

@@ -190,7 +190,6 @@ class Target:
         self.states = states
         self.group = group
         self.num_layers = len(probed.layers)
-        self.max_positions = max_positions
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
@@ -200,6 +199,7 @@ class Target:
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         found = find_long_rope(probed.model)
         self.tabulated = () if found is None else found.modules
+        self.max_positions = max_positions if self.tabulated else None
         self.long_rope = None if found is None else found.rule
         values = [*borrowed]
         if found is not None:

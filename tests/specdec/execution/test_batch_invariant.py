@@ -153,7 +153,7 @@ def rounded(target: Any, sizes: list[int], error: Callable[[int], float]) -> Cal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_cache_tokens", "longest"), [(400, 65), pytest.param(100, 32, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kv_cache_tokens", "longest"), [(400, 128), pytest.param(100, 32, marks=pytest.mark.long)])
 def test_the_self_test_compares_bits(kv_cache_tokens: int, longest: int) -> None:
     target = wrap(tiny_llama().double(), kv_cache_tokens=kv_cache_tokens, max_model_len=64).target
     sizes: list[int] = []
