@@ -113,7 +113,7 @@ class SamplingParams(LogitsOptions):
             `Completion.logprobs`; 0: of the tokens alone.
         logprobs_mode: "raw": of the model's own logits; "processed": of the distribution that the token was drawn from,
             after all options, processors, temperature and filters (a greedy request has no temperature); of prompt
-            tokens, for which no processor runs, after temperature and filters.
+            tokens, for which no processor runs, after temperature, top_k, top_p and min_p.
         prompt_logprobs: log-probabilities of the prompt's tokens and so many alternatives, in
             `Completion.prompt_logprobs`; of n samples the first one's alone. Their positions are read, not taken from
             the prefix cache, and a round computes the logits of few of them at once (specdec/logits/logprobs.py), so
