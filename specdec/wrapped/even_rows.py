@@ -7,13 +7,14 @@ one, by another exponential function. So silu, gelu, sigmoid and softplus round 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers import PreTrainedModel
 
 from attention.hf.patches import Value, borrowed
@@ -99,7 +100,9 @@ class _Even(TorchDispatchMode):
 
 def _evenly(activation: Any, x: Tensor) -> Tensor:
     """An element-wise function of x [..., I] in vectors alone, in pieces that one thread computes."""
-    with torch._C._DisableTorchDispatch():  # `_Operators` watches those outside
+    # `_Operators` watches those outside. Hidden from a recording (`recorded.py`) their results would be constants.
+    watched = _Operators in map(type, _get_current_dispatch_mode_stack())
+    with torch._C._DisableTorchDispatch() if watched else nullcontext():
         count = x.numel()
         if count <= _ONE_THREAD and x.ndim and x.shape[-1] % _VECTORS == 0:
             return activation(x)

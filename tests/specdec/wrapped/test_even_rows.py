@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -275,6 +276,24 @@ def test_functions_keep_their_arguments(name: str) -> None:
     with torch.no_grad():
         right = model(torch.tensor([prompt + done.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
     torch.testing.assert_close(torch.as_tensor(done.logits), right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_recorded_steps_compute_activations(functional: bool) -> None:
+    """A recording of even forms that it could not see held their results as constants. It passed its check where the
+    next step of that shape was the same step again: of a request that goes on where another one ended."""
+    model, (prompt,) = tiny_llama(), random_prompts((9,))
+    if functional:
+        model.model.layers[1].mlp.act_fn = Functional()
+    params = SamplingParams(max_new_tokens=12, logprobs=0)
+    with wrap(model.eval(), None, num_speculative_tokens=0, **OPTIONS) as wrapped:
+        (right,) = wrapped.generate([prompt], params)
+    with wrap(model, None, num_speculative_tokens=0, **OPTIONS) as wrapped:
+        (first,) = wrapped.generate([prompt], SamplingParams(max_new_tokens=4))
+        (rest,) = wrapped.generate([prompt + first.token_ids[:2]], replace(params, max_new_tokens=10))
+        steps = wrapped.target.steps
+        assert steps is not None and not steps.reason and any(each.is_checked for each in steps.shapes.values())
+    assert rest.token_ids == right.token_ids[2:] and rest.logprobs == (right.logprobs or ())[2:]
 
 
 def test_operators_that_are_not_even_are_refused_by_name() -> None:
