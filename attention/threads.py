@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from threading import Thread
 
@@ -11,3 +12,10 @@ def start_thread(run: Callable[..., object], *args: object, name: str | None = N
     thread = Thread(target=run, args=args, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def after_fork(function: Callable[[], None]) -> Callable[[], None]:
+    """Decorate a function that runs in every child process, right after the fork. Windows has no fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+    return function

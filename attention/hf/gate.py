@@ -7,7 +7,6 @@ specdec forward, and, by hooks on the model, during each user's forward.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import weakref
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from attention.threads import after_fork
 
 _POLL = 2e-4
 """Seconds between two looks at a gate that another thread holds."""
@@ -173,12 +174,9 @@ def use_own_threads() -> None:
         _forked = False
 
 
+@after_fork
 def _renew_after_fork() -> None:
     global _forked
     _forked = bool(_gates)
     for gate in list(_gates.values()):
         gate.renew_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)

@@ -7,7 +7,6 @@ them back at its start.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -16,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from attention.hf.gate import gate_of
+from attention.threads import after_fork
 
 Value = tuple[Any, str, Any]
 """(an object, the name of its attribute, a value)."""
@@ -71,15 +71,12 @@ def _put_back(before: list[Value]) -> None:
             delattr(owner, name)
 
 
+@after_fork
 def put_back_after_fork() -> None:
     """In a child process: undo what other threads have borrowed, which do not exist here."""
     for thread in [thread for thread in _borrowed if thread != get_ident()]:
         for before in reversed(list(_borrowed.pop(thread).values())):
             _put_back(before)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=put_back_after_fork)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ inside a specdec forward and calls the original on any other. The module's pre-h
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from attention.hf.mixing import RecurrentCall, modeling_files
 from attention.recurrence.hf_calls import STAND_INS, Mixing, RecurrenceChannel
 from attention.recurrence.runner import Recur, empty_output
 from attention.recurrence.states import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
+from attention.threads import after_fork
 
 _BOUND = "_specdec_recurrence"
 Function = Callable[..., Any]
@@ -162,6 +162,7 @@ def _restore(file: ModuleType) -> None:
             setattr(file, name, made[0])
 
 
+@after_fork
 def _renew_after_fork() -> None:
     """In a child process: end the forwards of threads that are not there."""
     global _lock
@@ -174,10 +175,6 @@ def _renew_after_fork() -> None:
         for use in [use for use in uses if use.thread != me]:
             uses.discard(use)
     restore_unused([sys.modules[name] for name in _uses if name in sys.modules])
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def _replace(file: ModuleType) -> None:

@@ -14,7 +14,6 @@ So threads queue in a line, and each is woken by the one before it.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from threading import get_ident
 import torch
 
 from attention.hf.gate import use_own_threads
+from attention.threads import after_fork
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
@@ -420,11 +420,7 @@ class SharedEngine:
             self._let_go(call)
 
 
+@after_fork
 def _renew_after_fork() -> None:
     for shared in list(_engines):
         shared._after_fork()
-
-
-# Windows has no fork.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from attention.threads import start_thread
+from attention.threads import after_fork, start_thread
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.extensions.parallel.collectives import Collectives, leave_group
 from specdec.extensions.parallel.messages import Close, Key, RankChannel, Reply
@@ -343,6 +343,7 @@ def is_fork() -> bool:
     return _open is not None and _open._owner != os.getpid()
 
 
+@after_fork
 def _keep_group() -> None:
     """In a fork: keep the group alive at exit, because ending it would wait for threads that were not forked.
 
@@ -355,10 +356,6 @@ def _keep_group() -> None:
         for group in dist.distributed_c10d._world.pg_map:
             # A reference that is never released: the group's destructor must not run, even at the interpreter's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_group)
 
 
 @atexit.register
