@@ -27,7 +27,6 @@ from attention.backends.flashinfer.mla import (
     MlaPlan,
     building_latent,
     check_mla_supported,
-    run_mla,
 )
 from attention.backends.flashinfer.short_queries import (
     PackedKernel,
@@ -44,7 +43,6 @@ from attention.backends.flashinfer.trtllm import (
     TrtllmKernel,
     TrtllmPlan,
     is_blackwell,
-    run_trtllm,
     serves,
     serves_key,
 )
@@ -389,12 +387,21 @@ class FlashInferBackend:
         from attention.kernels.cache_write import write_kv
 
         out = key.room(query, out)
-        if isinstance(plan, MlaPlan):
-            return run_mla(plan, query, key_states, layer_kv, metadata, out)
-        if isinstance(plan, TrtllmPlan):
-            return run_trtllm(plan, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if isinstance(plan, InvariantPlan):
             return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
+        if isinstance(plan, MlaPlan):
+            if CHECKS.on:
+                require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
+            write_kv(layer_kv, key_states, key_states, metadata.slot_mapping)
+            plan.kernel.run(plan, query, layer_kv, out)
+            return out
+        if isinstance(plan, TrtllmPlan):
+            write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
+            sinks = None if sinks is None else sinks.float()
+            for launch in plan.launches:
+                rows = slice(launch.start, launch.stop)
+                plan.kernel.run(launch, query[rows], layer_kv, out[rows], sinks)
+            return out
         if CHECKS.on:
             for kernel, generation, _ in plan.parts:
                 require(kernel.generation == generation, "a wrapper was planned anew before this plan ran")

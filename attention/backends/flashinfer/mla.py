@@ -22,7 +22,6 @@ from attention.backends.limits import HALF, dtype_name
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
-from attention.checking import CHECKS, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
@@ -212,24 +211,3 @@ class FixedMlaBuilder:
             self._split = split
         self._work.send(self._layout.nbytes)
         self._planned = host.seq_lens.tobytes()
-
-
-def run_mla(
-    plan: MlaPlan,
-    query: Tensor,
-    key_states: Tensor,
-    layer_kv: LayerKV,
-    metadata: CommonAttentionMetadata,
-    out: Tensor,
-) -> Tensor:
-    """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512].
-
-    Padding, and `out`: see `AttentionBackend.run`.
-    """
-    from attention.kernels.cache_write import write_kv
-
-    if CHECKS.on:
-        require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
-    write_kv(layer_kv, key_states, key_states, metadata.slot_mapping)
-    plan.kernel.run(plan, query, layer_kv, out)
-    return out

@@ -244,24 +244,3 @@ def keys_of(metadata: CommonAttentionMetadata) -> Tensor:
     """[B] int32 keys on each row's list of pages, on the device; fewer than the row has in a windowed group."""
     starts = metadata.page_indptr
     return (starts[1:] - starts[:-1] - 1) * metadata.host.page_size + metadata.last_page_len
-
-
-def run_trtllm(
-    plan: TrtllmPlan,
-    query: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    layer_kv: LayerKV,
-    metadata: CommonAttentionMetadata,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    """Write K and V, then attend; see `AttentionBackend.run`."""
-    from attention.kernels.cache_write import write_kv
-
-    write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-    sinks = None if sinks is None else sinks.float()
-    for launch in plan.launches:
-        rows = slice(launch.start, launch.stop)
-        plan.kernel.run(launch, query[rows], layer_kv, out[rows], sinks)
-    return out
