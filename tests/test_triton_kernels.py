@@ -253,9 +253,10 @@ def test_packed_kernel_follows_its_part() -> None:
 @pytest.mark.thorough
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
-    from attention.cascade.page_sharing import CascadeCost, SharedRows
+    from attention.cascade import page_sharing
+    from attention.cascade.page_sharing import SharedRows
 
-    monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
+    monkeypatch.setattr(page_sharing, "LEAST_GAIN", 0.0)
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
     kernels = PackedKernels(CPU, cascades=True)
     kernel = kernels.kernel(key, torch.float16, rows, query_len)

@@ -54,8 +54,8 @@ class CascadeCost:
     >>> cost = CascadeCost(32, 8, 128, 2, PrefixTiling(128, 64, 8, 5, 1, 22.6, parts=2, least_keys=512), 132)
     >>> [(round(cost.flat_us(32, keys, 256), 1), round(cost.cascade_us(32, 6, keys, 256), 1)) for keys in (2048, 512)]
     [(66.0, 47.1), (28.3, 32.4)]
-    >>> cost.pays(32, 6, 2048, 256), cost.pays(32, 6, 512, 256)
-    (True, False)
+    >>> round(cost.saved_us(32, 6, 2048, 256), 1), cost.saved_us(32, 6, 512, 256)
+    (18.9, -inf)
 
     Attributes:
         num_q_heads, num_kv_heads, head_dim: shape of a layer. item_bytes: size of a cached element.
@@ -96,13 +96,10 @@ class CascadeCost:
         return self._key_megabytes(keys) * SHARED_US_PER_MB
 
     def saved_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
-        """Time that two levels save over flat attention, in µs; negative where they take longer."""
-        return self.flat_us(rows, prefix_keys, own_keys) - self.cascade_us(rows, query_len, prefix_keys, own_keys)
-
-    def pays(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> bool:
-        """Whether rows that share `prefix_keys` keys are attended in two levels."""
+        """Time that two levels save over flat attention, in µs; -inf where they do not pay."""
+        flat = self.flat_us(rows, prefix_keys, own_keys)
         two_levels = self.cascade_us(rows, query_len, prefix_keys, own_keys)
-        return self.flat_us(rows, prefix_keys, own_keys) / two_levels >= LEAST_GAIN
+        return flat - two_levels if flat / two_levels >= LEAST_GAIN else -math.inf
 
 
 LEAST_ROWS = 4
@@ -211,10 +208,10 @@ def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost
         if cost.reading_us(2 * found.num_keys_left_out) <= most:
             break
         own = int(computed[found.rows].mean()) + query_len - found.num_keys
-        sizes = (len(found.rows), query_len, found.num_keys, own)
-        if cost.saved_us(*sizes) > most and cost.pays(*sizes):
+        saved = cost.saved_us(len(found.rows), query_len, found.num_keys, own)
+        if saved > most:
             best = found
-            most = cost.saved_us(*sizes)
+            most = saved
     return np.zeros(rows, np.int32) if best is None else best.pages_by_row(rows)
 
 

@@ -13,7 +13,6 @@ from attention.backends.flashinfer.backend import FlashInferBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cascade import page_sharing as sharing
-from attention.cascade.page_sharing import CascadeCost
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted
 from tests.gpu.test_flashinfer import (
@@ -62,7 +61,7 @@ def shared_batch(
 
 def take_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cost rule says."""
-    monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
+    monkeypatch.setattr(sharing, "LEAST_GAIN", 0.0)
 
 
 @pytest.fixture

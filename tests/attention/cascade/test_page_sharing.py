@@ -15,7 +15,7 @@ import attention.cascade.kernel
 from attention.backends.flashinfer.short_queries import packed_scratch
 from attention.batch.host import HostBatch, rows_batch
 from attention.cascade import page_sharing as sharing
-from attention.cascade.page_sharing import LEAST_ROWS, CascadeCost, SharedRows, Sharing, worth_sharing
+from attention.cascade.page_sharing import LEAST_ROWS, SharedRows, Sharing, worth_sharing
 from attention.spec import AttentionSpec
 
 ROWS, SIZE = 6, 4
@@ -26,7 +26,7 @@ SCRATCH = packed_scratch(CPU)
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> SharedRows:
-    monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
+    monkeypatch.setattr(sharing, "LEAST_GAIN", 0.0)
     found = Sharing(CPU).fixed(KEY, torch.float16, (ROWS, 1), SCRATCH)
     assert found is not None
     return found
