@@ -23,6 +23,7 @@ from drafters.eagle3.head import CosSin, PlainLayer, SharingHead, norm_of
 from drafters.loops.base import Attend, BlockChain, LoopSize
 from drafters.loops.block.chains import MARKOVS, Independent, Markov, Selector, drafting_slots
 from drafters.loops.block.loop import BlockLoop
+from drafters.rope import rotate
 
 
 class BlockConvolution(nn.Module):
@@ -115,7 +116,8 @@ class BlockParallelHead(SharingHead):
     def context(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See `BlockHead.context`; the layers' `input_layernorm` is for the block's rows alone."""
         cos_sin = self.rotary(positions)
-        return [layer.self_attn.key_and_value(hidden, cos_sin) for layer in self._layers]
+        each = (layer.self_attn.key_and_value(hidden) for layer in self._layers)
+        return [(rotate(key, *cos_sin), value) for key, value in each]
 
     def block(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `BlockHead.block`; the outputs are those of the final norm."""

@@ -48,18 +48,16 @@ class Attention(nn.Module):
     def forward(self, y: Tensor, cos_sin: CosSin, attend: Attend, rows: Tensor | None) -> Tensor:
         """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""
         query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
-        key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
-        value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        key, value = self.key_and_value(y)
         rotated = rotate(torch.cat((query, key), dim=1), *cos_sin)  # [T, Hq+Hkv, D]
         query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         attended = attend(self.index, query, key, value).flatten(1)
         return self.o_proj(attended if rows is None else attended.index_select(0, rows))
 
-    def key_and_value(self, y: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """y [T, input size] -> key after RoPE, value [T, Hkv, D]."""
+    def key_and_value(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """y [T, input size] -> key before RoPE, value [T, Hkv, D]."""
         key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
-        value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return rotate(key, *cos_sin), value
+        return key, self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
 
 
 class GatedMLP(nn.Module):
