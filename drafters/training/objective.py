@@ -181,15 +181,12 @@ def evaluate_batch(
         scores = head.logits(x).view(*batch.token_ids.shape, -1)  # [B, S, Vd]
         mask = chain_mask(batch.answer, step)
         wanted = shift_left(probabilities, step + 1)
-        losses.append(_soft_cross_entropy(scores, wanted, mask & shift_left(known, step + 1)) * decay**step)
+        entropies = -(wanted * F.log_softmax(scores.float(), dim=-1)).sum(-1)
+        trained = mask & shift_left(known, step + 1)
+        mean = torch.where(trained, entropies, 0.0).sum() / trained.sum().clamp(min=1)
+        losses.append(mean * decay**step)
         drafts = head.to_target_ids(scores.detach().argmax(-1))
         right = right & (drafts == shift_left(batch.token_ids, step + 2)) & mask
         accepted.append(right.sum())
         possible.append(mask.sum())
     return BatchLoss(torch.stack(losses).sum(), torch.stack(accepted), torch.stack(possible))
-
-
-def _soft_cross_entropy(scores: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
-    """Mean of -sum(wanted · log softmax(scores)) over the masked rows; zero without masked rows."""
-    rows = -(wanted * F.log_softmax(scores.float(), dim=-1)).sum(-1)
-    return torch.where(mask, rows, 0.0).sum() / mask.sum().clamp(min=1)

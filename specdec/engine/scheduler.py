@@ -23,7 +23,6 @@ from specdec.engine.stats import Counters
 from specdec.interrupts import raised_twice
 from specdec.requests.request import Request
 from specdec.rounds.buckets import PromptBudget
-from specdec.rounds.extras import reach_of, variant_of
 from specdec.rounds.rows import RowTable, Schedule, draft_room, drafts_within
 
 
@@ -399,11 +398,15 @@ class Scheduler:
 
     def variant(self, request: Request) -> int:
         """Which keys and values a request's tokens would have, were it read now: see `RoundExtra.variant`."""
-        return variant_of(self._config.extras, request.prompt_len, len(request.committed))
+        found = 0
+        for extra in self._config.extras:
+            found |= extra.variant(request.prompt_len, len(request.committed))
+        return found
 
     def _longest(self, request: Request) -> int:
         """Positions that its rounds may reach until it is read again, see `RowTable.longest`."""
-        return reach_of(self._config.extras, request.variant, self._config.max_model_len)
+        reaches = (extra.reach(request.variant) for extra in self._config.extras)
+        return min((self._config.max_model_len, *(reach for reach in reaches if reach is not None)))
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1

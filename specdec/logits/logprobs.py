@@ -233,23 +233,16 @@ class AskingColumns(DecidedColumns[SamplingParams]):
             for name in ("return_logits", "return_scores")
             if i < count and isinstance(told := getattr(own, name), TokenRows)
         )
-        prompts = self._prompts(table, schedule, asking)
-        if not (logprobs or whole or prompts):
-            return None
-        places = np.array([place for _, place in logprobs], np.int64)
-        return AskingRows(tuple(own for own, _ in logprobs), places, whole, prompts)
-
-    def _prompts(
-        self, table: RowTable, schedule: Schedule, asking: Sequence[tuple[int, SamplingParams]]
-    ) -> tuple[PromptPart, ...]:
-        """Prompt tokens with log-probabilities of the rows at these places in the batch, with their parameters."""
         starts = starts_of(schedule.num_new + schedule.num_drafts)
-        parts = []
+        prompts = []
         for i, own in asking:
             row = int(schedule.rows[i])
             asked, needed = self._prompt_part(table, row, int(schedule.num_new[i]))
             if asked is not None and needed:
                 before = np.arange(needed.start, needed.stop)
                 tokens = table.tokens[row, before + 1].astype(np.int64)
-                parts.append(PromptPart(asked, own, before + 1, tokens, starts[i] + before - table.computed[row]))
-        return tuple(parts)
+                prompts.append(PromptPart(asked, own, before + 1, tokens, starts[i] + before - table.computed[row]))
+        if not (logprobs or whole or prompts):
+            return None
+        places = np.array([place for _, place in logprobs], np.int64)
+        return AskingRows(tuple(own for own, _ in logprobs), places, whole, tuple(prompts))

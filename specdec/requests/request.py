@@ -17,12 +17,13 @@ from specdec.errors import ModelChangedError, RequestFailedError, SpecdecError
 from specdec.interrupts import raised_again, raised_twice
 from specdec.requests.logprobs import PromptLogprobs, TokenLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.shown import completion_line
+from specdec.requests.shown import tau_words
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
 from specdec.requests.user_code import RequestCriteria, UserCodeError
 from specdec.values import TokenIds
 
+_MOST_LETTERS = 60
 FinishReason = Literal["eos", "stop", "length", "timeout", "cancelled"]
 
 
@@ -69,7 +70,10 @@ class Completion:
         return pool(self.stats.rounds)
 
     def __repr__(self) -> str:
-        return completion_line(self.text, len(self.token_ids), self.finish_reason, self.pooled.tau)
+        plain = " ".join(self.text.split())
+        shown = plain if len(plain) <= _MOST_LETTERS else f"{plain[: _MOST_LETTERS - 1]}…"
+        words = f"{len(self.token_ids)} tokens, {self.finish_reason}, {tau_words(self.pooled.tau)}"
+        return f"Completion({shown!r}, {words})"
 
 
 class Progress(NamedTuple):

@@ -1,4 +1,4 @@
-"""How parameters, completions, statistics and models are shown: in one line, and as a bar."""
+"""How parameters, statistics and models are shown: in one line, and as a bar."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 from attention.backends.limits import dtype_name
 from specdec.values import ratio, short
 
-_MOST_LETTERS = 60
-
 
 def changed_fields(given: Any) -> str:
     """A dataclass with the fields that differ from their defaults: "SamplingParams(temperature=0.7)"."""
@@ -24,13 +22,6 @@ def changed_fields(given: Any) -> str:
 def tau_words(tau: float) -> str:
     """ "τ=3.95"; "no rounds" for NaN."""
     return f"τ={tau:.2f}" if tau == tau else "no rounds"
-
-
-def completion_line(text: str, num_tokens: int, reason: str, tau: float) -> str:
-    """The representation of a completion."""
-    plain = " ".join(text.split())
-    shown = plain if len(plain) <= _MOST_LETTERS else f"{plain[: _MOST_LETTERS - 1]}…"
-    return f"Completion({shown!r}, {num_tokens} tokens, {reason}, {tau_words(tau)})"
 
 
 def model_line(model: Any) -> str:

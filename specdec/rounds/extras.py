@@ -276,19 +276,3 @@ def noted(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], dec
         if own is not None and (notes := extra.notes(own, decision)):
             return notes
     return ()
-
-
-def variant_of(extras: Sequence[RoundExtra], prompt_len: int, num_committed: int) -> int:
-    """All extras' bits, see `RoundExtra.variant`."""
-    found = 0
-    for extra in extras:
-        found |= extra.variant(prompt_len, num_committed)
-    return found
-
-
-def reach_of(extras: Sequence[RoundExtra], variant: int, most: int) -> int:
-    """The least of all extras' reaches, and `most`."""
-    for extra in extras:
-        own = extra.reach(variant)
-        most = most if own is None else min(most, own)
-    return most

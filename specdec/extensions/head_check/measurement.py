@@ -111,14 +111,13 @@ def chains(head: Head, passages: Sequence[Passage], states: Iterable[States], nu
         states: of each passage; the head's aux layers are among them.
         num_drafts: K, at least 1; fewer where the answer or the head's block ends.
     """
-    found = [_chains_of(head, passage, of, num_drafts) for passage, of in zip(passages, states, strict=True)]
-    return Chains(torch.cat([c.drafted for c in found]), torch.cat([c.accepted for c in found]))
-
-
-def _chains_of(head: Head, passage: Passage, states: States, num_drafts: int) -> Chains:
-    rows, draft_ids, wanted = _draft_ids(head, passage, states, num_drafts)
-    drafted = (len(passage.token_ids) - 2 - rows).clamp(max=draft_ids.shape[1])
-    return Chains(drafted, accept_greedy(head.to_target_ids(draft_ids), drafted, wanted).num_accepted)
+    drafted = []
+    accepted = []
+    for passage, of in zip(passages, states, strict=True):
+        rows, draft_ids, wanted = _draft_ids(head, passage, of, num_drafts)
+        drafted.append((len(passage.token_ids) - 2 - rows).clamp(max=draft_ids.shape[1]))
+        accepted.append(accept_greedy(head.to_target_ids(draft_ids), drafted[-1], wanted).num_accepted)
+    return Chains(torch.cat(drafted), torch.cat(accepted))
 
 
 def _draft_ids(head: Head, passage: Passage, states: States, num_drafts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +187,10 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States])
     Args:
         states: of each passage; the head's aux layers are among them.
     """
-    said = [_first_drafts(head, passage, of) for passage, of in zip(passages, states, strict=True)]
+    said = []  # (draft id of the first draft, the target's own token) at each position of each answer
+    for passage, of in zip(passages, states, strict=True):
+        _, draft_ids, wanted = _draft_ids(head, passage, of, 1)
+        said.append(list(zip(draft_ids[:, 0].tolist(), wanted[:, 0].tolist(), strict=True)))
     halves = [[pair for pairs in said[half::2] for pair in pairs] for half in (0, 1)]
     pairs = halves[0] + halves[1]
     ids = sorted({draft for draft, _ in pairs})
@@ -202,12 +204,6 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States])
     table = torch.tensor(hits, dtype=torch.float64).reshape(-1, 2)
     by_map, by_learning = table.mean(0).nan_to_num().tolist()
     return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
-
-
-def _first_drafts(head: Head, passage: Passage, states: States) -> list[tuple[int, int]]:
-    """(draft id of the first draft, the target's own token) at each position of an answer."""
-    _, draft_ids, wanted = _draft_ids(head, passage, states, 1)
-    return list(zip(draft_ids[:, 0].tolist(), wanted[:, 0].tolist(), strict=True))
 
 
 def _learnt(pairs: Pairs) -> dict[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from specdec.extras.long_factors import LONG_FACTORS, LongFactors
-from specdec.rounds.extras import reach_of
 from specdec.wrapped.long_rope import LongRopeRule
 
 KEEPS, REREADS = LongFactors(LongRopeRule(8)), LongFactors(LongRopeRule(8, rereads=True))
@@ -13,13 +12,13 @@ KEEPS, REREADS = LongFactors(LongRopeRule(8)), LongFactors(LongRopeRule(8, rerea
 
 @pytest.mark.parametrize(
     ("extra", "variant", "reach"),
-    [(REREADS, 0, 8), (REREADS, LONG_FACTORS, 20), (KEEPS, 0, 20), (KEEPS, LONG_FACTORS, 20)],
+    [(REREADS, 0, 8), (REREADS, LONG_FACTORS, None), (KEEPS, 0, None), (KEEPS, LONG_FACTORS, None)],
 )
 def test_short_factors_reach_as_far_as_a_request_is_not_read_again(
-    extra: LongFactors, variant: int, reach: int
+    extra: LongFactors, variant: int, reach: int | None
 ) -> None:
     """To the length up to which they are short; where the keys before stay, as far as the model goes."""
-    assert reach_of((extra,), variant, 20) == reach and reach_of((extra,), variant, 5) == 5
+    assert extra.reach(variant) == reach
 
 
 @pytest.mark.parametrize(
