@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attention.spec import AttentionSpec
-    from drafters.loops.base import Attend, BlockChain, DraftLoop, LoopSize
+    from drafters.loops.base import Attend, BlockChain, DraftLoop, KeysAndValues, LoopSize
 
 FINAL_NORM = -1
 """Aux layer of the target's state after its final norm (the input of lm_head). Other aux layers are numbers b >= 0: the
@@ -106,7 +106,7 @@ class BlockHead(Head, Protocol):
     def chain(self) -> BlockChain:
         """How drafts depend on the drafts before them."""
 
-    def context(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context(self, hidden: Tensor, positions: Tensor) -> KeysAndValues:
         """Keys and values [T, Hkv, D] of each layer at positions [T]; hidden: [T, H], `fuse`d states of the target."""
 
     def block(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

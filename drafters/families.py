@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout, layout_of
+from drafters.checkpoints.tensor_files import CheckpointPath
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,14 +44,14 @@ class FamilyCode(Protocol):
     def describe_head(self, path: str, options: FamilyOptions) -> HeadReport:
         """Resolve a head by its own files, without a target. Raises InvalidInputError if they do not suffice."""
 
-    def target_of(self, path: str | Path) -> str | None:
+    def target_of(self, path: CheckpointPath) -> str | None:
         """The target that a head was made for, by its own files; None where they name none.
 
         Raises:
             HeadLoadError: they cannot be read.
         """
 
-    def not_exportable(self, path: str | Path) -> str | None:
+    def not_exportable(self, path: CheckpointPath) -> str | None:
         """Why a head cannot be written in the layout of another project, if it cannot."""
 
     def recipe(

@@ -22,6 +22,7 @@ from torch import Tensor
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
 from drafters.base import ChainHead
+from drafters.loops.base import KeysAndValues
 
 
 def shift_left(x: Tensor, by: int) -> Tensor:
@@ -44,7 +45,7 @@ class TttAttend:
             raise InvalidInputError("the training-time test has no windows, softcaps or sinks")
         self._attention_specs = attention_specs
         self._shape = (batch_size, length)
-        self._past: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._past: dict[int, KeysAndValues] = defaultdict(list)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B·S, Hq, D], key and value [B·S, Hkv, D] of the layer's next step -> [B·S, Hq, D]."""
@@ -60,7 +61,7 @@ class TttAttend:
         return x.unflatten(0, self._shape).transpose(1, 2)
 
 
-def _attend(query: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _attend(query: Tensor, past: KeysAndValues) -> Tensor:
     """Scaled query [B, Hkv, G, S, D]; past: (key, value) [B, Hkv, S, D] of steps 0 … k -> [B, Hkv, G, S, D]."""
     length = query.shape[-2]
     key, value = (x[:, :, None] for x in past[0])  # [B, Hkv, 1, S, D]

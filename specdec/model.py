@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specdec.engine.scheduler import Usage
     from specdec.engine.stats import EngineStats
     from specdec.engine.streams import Stream, StreamUpdate
-    from specdec.extensions.handoff.moved import Handoff
+    from specdec.extensions.handoff.moved import Handoff, Handoffs
     from specdec.extensions.handoff.transfers import OnFailure, Transfers
     from specdec.extensions.rollouts.new_weights import Weights
     from specdec.extensions.service.asynchronous import AsyncStream
@@ -368,13 +368,11 @@ class SpeculativeModel:
         """Read prompts, for another model to continue after the first token: see `Transfers.prefill`."""
         return self._moves.prefill(prompts, params, lease_seconds)
 
-    def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
+    def release(self, handoffs: Handoffs) -> None:
         """Free requests that this model handed over and that no model will continue: see `Transfers.release`."""
         self._moves.release(handoffs)
 
-    def resume(
-        self, handoffs: Handoff | Sequence[Handoff], *, timeout: float = 30.0, on_failure: OnFailure = "raise"
-    ) -> list[Completion]:
+    def resume(self, handoffs: Handoffs, *, timeout: float = 30.0, on_failure: OnFailure = "raise") -> list[Completion]:
         """Continue requests that another model has handed over: see `Transfers.resume`."""
         return self._moves.resume(handoffs, timeout, on_failure)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def recipe(
     )
 
 
-def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: Mapping[str, Any]) -> BlockSpec:
+def new_spec(model: PreTrainedModel, vocab_size: int, longest: int, options: FamilyOptions) -> BlockSpec:
     """The spec of a new head, with attention and MLP as of a new EAGLE-3 head (`drafters.eagle3.family.new_spec`).
 
     Args:

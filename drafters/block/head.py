@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from drafters.block.spec import BlockSpec
 from drafters.eagle3.head import CosSin, PlainLayer, SharingHead, norm_of
-from drafters.loops.base import Attend, BlockChain, LoopSize
+from drafters.loops.base import Attend, BlockChain, KeysAndValues, LoopSize
 from drafters.loops.block.chains import MARKOVS, Independent, Markov, Selector, drafting_slots
 from drafters.loops.block.loop import BlockLoop
 from drafters.rope import rotate
@@ -113,7 +113,7 @@ class BlockParallelHead(SharingHead):
         """[T, A·Ht] aux hidden states -> [T, H] f."""
         return self.hidden_norm(self.fc(aux_hidden_states))
 
-    def context(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context(self, hidden: Tensor, positions: Tensor) -> KeysAndValues:
         """See `BlockHead.context`; the layers' `input_layernorm` is for the block's rows alone."""
         cos_sin = self.rotary(positions)
         each = (layer.self_attn.key_and_value(hidden) for layer in self._layers)

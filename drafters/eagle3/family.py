@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from drafters.base import FINAL_NORM, Head, Layers, LazyFacts, OtherReading, Recipe
 from drafters.checkpoints.config_fields import FamilyOptions, HeadReport
 from drafters.checkpoints.layouts import Layout
-from drafters.checkpoints.tensor_files import CheckpointPath, read_json
+from drafters.checkpoints.tensor_files import CheckpointPath, Json, read_json
 from drafters.eagle3.checkpoint import (
     check_kind,
     describe_eagle,
@@ -30,7 +30,7 @@ from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.rope import RopeSpec
 
-Change = tuple[str, str, Any, dict[str, Any], str]
+Change = tuple[str, str, Any, Json, str]
 """Its name, the field of the spec, its other value, the `overrides` of the reading, and the cause."""
 
 

@@ -25,6 +25,8 @@ Choose = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 """Chooses draft tokens: (step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary,
 probabilities q [R, Vd], or None for a one-hot q)."""
 
+KeysAndValues = list[tuple[Tensor, Tensor]]
+"""Keys and values, of each layer or of each step."""
 Passes = tuple[CommonAttentionMetadata, ...]
 """The metadata of several passes."""
 Greedy = Callable[[Tensor, Tensor | None, Tensor], Tensor]

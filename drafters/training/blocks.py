@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from attention.backends.reference import attend as dense_attend
 from drafters.base import BlockHead, RatesDrafts
-from drafters.loops.base import Attend
+from drafters.loops.base import Attend, KeysAndValues
 from drafters.loops.block.chains import drafting_slots, go_along
 from drafters.training.objective import Batch, BatchLoss
 
@@ -86,7 +86,7 @@ def block_outputs(
     return own.unflatten(0, anchors.shape), torch.stack(logits, 1).unflatten(0, anchors.shape)
 
 
-def blocks_attend(head: BlockHead, context: list[tuple[Tensor, Tensor]], positions: Tensor) -> Attend:
+def blocks_attend(head: BlockHead, context: KeysAndValues, positions: Tensor) -> Attend:
     """Attention of blocks at positions [B, A, Q] to the context before each and to itself.
 
     context: keys and values [B·S, Hkv, D] of each layer.

@@ -27,6 +27,7 @@ from attention.hf.mixing import MIXING_OPERATORS
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
 from specdec.interrupts import causes
+from specdec.values import Options
 from specdec.wrapped.alterations import Alterations
 
 _LEAST_ATTENTIONS = 3
@@ -194,7 +195,7 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
 
     batch_invariant: it rounds where eager code rounds, whatever it fuses, and its kernels are not chosen by timing.
     """
-    options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
+    options: Options = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
     if batch_invariant:
         options |= {"emulate_precision_casts": True, "deterministic": True}
     sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]

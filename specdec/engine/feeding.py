@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from specdec.engine.streams import Stream, completed
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.requests.request import Completion
+from specdec.requests.request import Completion, Ended
 from specdec.requests.sampling import SamplingParams
 from specdec.values import Fields, is_whole, short
 
@@ -126,9 +126,7 @@ class Feeding(Iterator[Fed], Generic[T]):
         return None if result is None else Fed(self._owners.pop(place), place, result)
 
 
-def generated(
-    stream: Callable[..., Stream], prompts: Any, params: Any, options: Fields, group: int
-) -> Iterator[tuple[int, Completion]]:
+def generated(stream: Callable[..., Stream], prompts: Any, params: Any, options: Fields, group: int) -> Iterator[Ended]:
     """(place, completion) of each as it finishes, of a list of prompts or of an iterator: see `generate_iter`.
 
     Raises:

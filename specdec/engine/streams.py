@@ -12,7 +12,7 @@ from typing import Self
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import ENDED, SpecdecError
 from specdec.requests.logprobs import TokenLogprobs
-from specdec.requests.request import Call, Completion, Update
+from specdec.requests.request import Call, Completion, Ended, Update
 from specdec.requests.submission import Check, Submission
 
 
@@ -177,7 +177,7 @@ def placed(error: SpecdecError, place: int) -> SpecdecError:
     return error
 
 
-def collected(ended: Iterable[tuple[int, Completion]]) -> list[Completion]:
+def collected(ended: Iterable[Ended]) -> list[Completion]:
     """(index, Completion) of each: the completions in order. An error of some has the others."""
     done = {}
     try:
@@ -200,7 +200,7 @@ def raise_first(errors: list[SpecdecError]) -> None:
         raise first
 
 
-def completed(stream: Stream) -> Iterator[tuple[int, Completion]]:
+def completed(stream: Stream) -> Iterator[Ended]:
     """(index, Completion) of each as it finishes; closes the stream at its end."""
     with stream:
         for update in stream:

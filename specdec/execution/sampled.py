@@ -6,12 +6,11 @@ not launch them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from drafters.base import Head
+from drafters.checkpoints.tensor_files import StateDict
 from drafters.loops.base import Chosen, FixedLoop
 from drafters.loops.head_passes import target_ids_of
 from specdec.acceptance.judge import accept_equal
@@ -116,7 +115,7 @@ class SampledDrafts:
         """Whether logits are kept in less than float32."""
         return self._logits is not None and self._logits.dtype != torch.float32
 
-    def kept(self, place: int, count: int) -> dict[str, Tensor]:
+    def kept(self, place: int, count: int) -> StateDict:
         """Copies of the logits [count, Vd] and statistics [count, 4] from which a row's first drafts were drawn; none
         where they are keyed."""
         if self._logits is None:
@@ -124,7 +123,7 @@ class SampledDrafts:
         stats = self._filtered.stats[place, :count]
         return {"draft_logits": self._logits[place, :count].clone(), "draft_stats": stats.clone()}
 
-    def keep(self, place: int, tensors: Mapping[str, Tensor], count: int, temperature: float) -> None:
+    def keep(self, place: int, tensors: StateDict, count: int, temperature: float) -> None:
         """Store what `kept` returns, of drafts made elsewhere; "draft_probs" become logits that no filter changes."""
         if self._sampling.seed is not None:
             return

@@ -214,7 +214,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     return _merged(wrapped, adapter) if merge else wrapped.get_base_model()
 
 
-def _check_vocabulary(model: PreTrainedModel, tensors: Mapping[str, Any]) -> None:
+def _check_vocabulary(model: PreTrainedModel, tensors: Config) -> None:
     """Check that an adapter's embeddings have the base's number of tokens: tokens may have been added before training.
 
     Raises:

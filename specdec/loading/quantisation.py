@@ -173,7 +173,7 @@ def placed_at(method: str | None, device: torch.device) -> Options:
     Those of a GGUF file are multiplied out where the package `kernels` would keep them packed, too.
     """
     needs = _ACCELERATE in _PACKAGES.get(method or "", ()) and method != "quanto"
-    place: dict[str, Any] = {"device_map": {"": str(device)}} if needs else {}
+    place: Options = {"device_map": {"": str(device)}} if needs else {}
     if method == GGUF:
         from transformers import GgufConfig
 

@@ -21,7 +21,7 @@ from specdec.requests.logprobs import PromptLogprobs, TokenRows, of_notes
 from specdec.requests.sampling import SamplingArrays, SamplingParams, SamplingTensors
 from specdec.requests.target_probs import target_probs, warped
 from specdec.rounds.extras import Decision, RoundExtra
-from specdec.rounds.rows import RowTable, Schedule
+from specdec.rounds.rows import Reads, RowTable, Schedule
 
 MOST_PROMPT_ROWS = 512
 """Rows of logits of prompts in one round, of a small vocabulary."""
@@ -195,7 +195,7 @@ class AskingColumns(DecidedColumns[SamplingParams]):
         self.own[row] = params if asks else None
         self.idle = self.idle and not asks
 
-    def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
+    def chunk(self, table: RowTable, row: int, count: int, others: Reads) -> int:
         """See `ExtraColumns.chunk`: limits the prompt tokens with log-probabilities in one round."""
         _, asked = self._prompt_part(table, row, count)
         free = self._most - sum(len(self._prompt_part(table, *other)[1]) for other in others)

@@ -32,7 +32,7 @@ from specdec.logits.forms import (
     penalise_tokens,
     subtract_counts,
 )
-from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, Biases
+from specdec.options.logits_options import OFF, SAMPLED_ONLY, WITHOUT_EFFECT, Biases, TokenBiases
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import RequestProcessors, call_together
 from specdec.values import Options, TokenIds, without
@@ -200,7 +200,7 @@ def _sequence_bias(scores: Tensor, rows: LogitsRows, biases: Biases) -> None:
     add_sequence_bias(scores, rows.prefixes, *(on_device(each, scores.device) for each in (table, lens, values)))
 
 
-def _logit_bias(scores: Tensor, rows: LogitsRows, biases: tuple[tuple[int, float], ...]) -> None:
+def _logit_bias(scores: Tensor, rows: LogitsRows, biases: TokenBiases) -> None:
     known = [(token, bias) for token, bias in biases if token < scores.shape[1] - 1]
     at = _indices([token for token, _ in known], scores.device)
     scores[:, at] += on_device(np.array([bias for _, bias in known], np.float32), scores.device)

@@ -69,7 +69,7 @@ def only_known_fields(kind: K) -> K:
 
 def own_names(options: Options) -> Options:
     """Options of a body or a row by their names here. Raises InvalidInputError: one is given two values."""
-    found = dict[str, Any]()
+    found = Options()
     names = dict[str, str]()
     for name, value in options.items():
         own = _IN_BODIES.get(name, name)

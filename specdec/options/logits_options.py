@@ -21,7 +21,8 @@ from specdec.values import Options, Reader, TokenIds, flag, number, read_options
 
 Sequences = tuple[TokenIds, ...]
 Biases = tuple[tuple[TokenIds, float], ...]
-"""Sequences of token ids, each with one or more."""
+TokenBiases = tuple[tuple[int, float], ...]
+"""Sequences of token ids, each with one or more; and single ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class LogitsOptions:
     """
 
     sequence_bias: Biases | None = None
-    logit_bias: tuple[tuple[int, float], ...] | None = None
+    logit_bias: TokenBiases | None = None
     encoder_repetition_penalty: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -169,7 +170,7 @@ def _biases(name: str, given: Any) -> Biases:
     return tuple(found.items())
 
 
-def _token_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
+def _token_biases(name: str, given: Any) -> TokenBiases:
     allowed = "{token id: bias}, or a list of pairs (token id, bias)"
     found = {}
     for key, bias in _pairs(name, given, allowed):

@@ -76,6 +76,10 @@ class Completion:
         return f"Completion({shown!r}, {words})"
 
 
+Ended = tuple[int, Completion]
+"""A completion, after its place in the call."""
+
+
 class Progress(NamedTuple):
     """How much of a request was reported: new tokens, recorded rounds, characters of text. It continues from there
     after an interrupt."""

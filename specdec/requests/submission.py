@@ -22,7 +22,7 @@ from specdec.options.load_options import Use
 from specdec.requests.chats import prompts_in
 from specdec.requests.logprobs import TokenLogprobs
 from specdec.requests.prompts import Prompts, encode_prompts, prompts_of_call
-from specdec.requests.request import Completion
+from specdec.requests.request import Ended
 from specdec.requests.sampling import SamplingParams
 from specdec.values import Options, TokenIds, listed, short
 
@@ -254,7 +254,7 @@ def to_be_scored(
     return found
 
 
-def scores(done: Iterable[tuple[int, Completion]]) -> list[Score]:
+def scores(done: Iterable[Ended]) -> list[Score]:
     """Of requests of `to_be_scored`, in their order. done: (place, Completion) of each."""
     found = []
     for _, completion in sorted(done, key=lambda each: each[0]):

@@ -10,6 +10,7 @@ from attention.batch.transforms.windowed import most_listed_pages
 from drafters.loops.base import FixedShape, LoopSize
 from specdec.config import EngineConfig
 from specdec.requests.request import Request
+from specdec.rounds.rows import Reads
 
 TILE_TOKENS = 128
 """Tokens of a tile of the matmuls of many tokens: part of a tile takes as long as all of it."""
@@ -50,7 +51,7 @@ class PromptBudget:
         self._batches = {r.batch for r, reads in zip(running, reading, strict=True) if not reads}
         self._others = any(self._batches - {r.batch} for r, reads in zip(running, reading, strict=True) if reads)
 
-    def of(self, request: Request, read: Sequence[tuple[int, int]]) -> int:
+    def of(self, request: Request, read: Reads) -> int:
         """Tokens of a prompt that the round may read beside them, and beside chunks `read` as (row, tokens).
 
         To be asked in the order of turns: what bounds one prompt bounds those after it.

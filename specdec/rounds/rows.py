@@ -13,6 +13,9 @@ from numpy import ndarray
 from attention.batch.host import BatchExtra
 from specdec.requests.sampling import SamplingArrays, SamplingParams
 
+Reads = Sequence[tuple[int, int]]
+"""Rows and how many tokens of their prompts are read in a round."""
+
 
 class ExtraColumns:
     """An extra's columns of a row table; see `specdec.rounds.extras.RoundExtra`.
@@ -61,7 +64,7 @@ class ExtraColumns:
         notes: what was read with it, see `specdec.rounds.extras.RoundExtra.notes`.
         """
 
-    def chunk(self, table: RowTable, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
+    def chunk(self, table: RowTable, row: int, count: int, others: Reads) -> int:
         """How many of the next `count` tokens that it prefills a row may read in the next round, from 0 on.
 
         others: (row, tokens) that are read in that round already; the first of a round may read one at least.
@@ -247,7 +250,7 @@ class RowTable:
         """[R] int64, committed tokens that each row reads next: the rest of its prefill, else its bonus token."""
         return np.where(self.prefilling(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
 
-    def chunk(self, row: int, count: int, others: Sequence[tuple[int, int]]) -> int:
+    def chunk(self, row: int, count: int, others: Reads) -> int:
         """How many of `count` tokens a row reads of what it prefills, see `ExtraColumns.chunk`."""
         for columns in self.extras:
             count = count if columns.idle else min(count, columns.chunk(self, row, count, others))

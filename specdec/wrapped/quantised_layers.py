@@ -38,6 +38,7 @@ from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.ops.mixtures.choice import own_form
 from specdec.ops.mixtures.routed import BLOCK as MXFP4_BLOCK
 from specdec.user_warnings import warn_user
+from specdec.values import Json
 
 MXFP4 = "mxfp4"
 _LEAST_CAPABILITY = (8, 9)
@@ -354,7 +355,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         )
         keep_in_mxfp4(model, model.config, self.modules_to_not_convert)
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Json, Json]:
         """The state unchanged: it has the checkpoint's format."""
         return model.state_dict(), {}
 
@@ -394,7 +395,7 @@ def own_quantizer(
 @contextmanager
 def loaded_by(method: str, quantizer: type[Any]) -> Iterator[None]:
     """Inside, from_pretrained of a checkpoint quantised by `method` uses this quantizer."""
-    quantizers: dict[str, Any] = AUTO_QUANTIZER_MAPPING
+    quantizers: Json = AUTO_QUANTIZER_MAPPING
     before = quantizers[method]
     quantizers[method] = quantizer  # `register_quantizer` refuses a method that exists
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import marshal
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.hf.mixing import MIXING_FUNCTIONS
+from specdec.values import Fields
 
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple, set)
@@ -58,7 +59,7 @@ class _Place(NamedTuple):
     """The place of a setting. built_in: it was read at loading, and rounds do not read it again."""
 
     owner: str
-    held_by: Mapping[str, Any]
+    held_by: Fields
     name: str
     built_in: bool = False
 

@@ -25,6 +25,7 @@ from drafters.loops.base import (
     FixedShape,
     FixedSteps,
     Greedy,
+    KeysAndValues,
     LoopSize,
     WritesCache,
 )
@@ -105,7 +106,7 @@ class FixedBlock:
         go_along(head, outputs, bonus, slots, draft)
         return x
 
-    def _context_of(self, aux: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _context_of(self, aux: Tensor, positions: Tensor) -> KeysAndValues:
         return self._head.context(self._head.fuse(aux), positions)
 
     def _block_of(self, token_ids: Tensor, positions: Tensor) -> Tensor:

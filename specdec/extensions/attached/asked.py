@@ -25,7 +25,7 @@ from specdec.engine.streams import Stream, StreamUpdate, collected
 from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.options.generation_config import eos_ids, sampling_fields
-from specdec.requests.request import Completion
+from specdec.requests.request import Completion, Ended
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.user_code import STATELESS, RowWise, overlapping
 from specdec.user_warnings import warn_user
@@ -234,7 +234,7 @@ class RunningCall:
         """Generate to the end: see `Asked.result`."""
         return self.asked.result(collected(self._completed()))
 
-    def _completed(self) -> Iterator[tuple[int, Completion]]:
+    def _completed(self) -> Iterator[Ended]:
         """Each completion with its place; the streamer gets the prompt, then every token."""
         streamer = self.asked.streamer
         with self.stream:  # also where the streamer raises

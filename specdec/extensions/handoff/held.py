@@ -28,6 +28,8 @@ ROUNDS_IN_VAIN = 2
 """Rounds that may still write to freed pages: a row that has ended is still part of the launched round and of the draft
 steps after it. Later rounds write after those; another engine or thread may write before them. So pages of a request
 that comes are filled when these rounds are over."""
+Settled = Callable[[], bool]
+"""Whether a read has ended, so that nothing writes to its pages any more."""
 
 
 def pages_needed(pools: Sequence[BlockTables], computed: int, without_head: bool) -> list[int]:
@@ -68,7 +70,7 @@ class _Reserved:
 
     pages: Pages
     rounds: int
-    settled: Callable[[], bool] | None = None
+    settled: Settled | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class HeldPages:
         """The reserved pages of a number, which are reserved no more."""
         return self.reserved.pop(number).pages
 
-    def drop(self, number: int, settled: Callable[[], bool]) -> None:
+    def drop(self, number: int, settled: Settled) -> None:
         """Free reserved pages once `settled` returns True: nothing writes to them. Does nothing if they were taken."""
         own = self.reserved.get(number)
         if own is None or own.settled is not None:
@@ -208,7 +210,7 @@ class HeldPages:
             own.settled = settled
             own.rounds = 0
 
-    def watch(self, number: int, settled: Callable[[], bool]) -> None:
+    def watch(self, number: int, settled: Settled) -> None:
         """Replace the `settled` function of a late read. Does nothing if no such read is late."""
         own = self.reserved.get(number)
         if own is not None and own.settled is not None:

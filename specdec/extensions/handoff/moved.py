@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from attention.backends.limits import dtype_name
 from attention.errors import HandoffMismatchError, named_error
 from attention.transport.region_tables import VERSION, EngineTable
+from drafters.checkpoints.tensor_files import StateDict
 from specdec.requests.request import Completion, Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
@@ -247,6 +248,10 @@ class Handoff:
             raise HandoffMismatchError(f"this is no handoff: {named_error(error)}") from error
 
 
+Handoffs = Handoff | Sequence[Handoff]
+"""One, or several."""
+
+
 def _moved(given: Json) -> MovedRequest:
     """Read a request, checking every value: a wrong one would make a round fail, and end other requests with it."""
     read: Json = {"params": SamplingParams.from_dict(given["params"])}
@@ -278,7 +283,7 @@ def _completion(given: Json) -> Completion:
     return replace(Completion(**given), stats=stats, drafts=drafts)
 
 
-def _tensors(given: list[Any], data: bytes) -> dict[str, Tensor]:
+def _tensors(given: list[Any], data: bytes) -> StateDict:
     found = {}
     at = 0
     for name, dtype, shape in given:

@@ -9,18 +9,18 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING
 from attention.checking import CHECKS
 from attention.errors import HandoffMismatchError, OutOfPagesError
+from drafters.checkpoints.tensor_files import StateDict
 from drafters.loops.base import Draft
 from specdec.engine.admission import Admission
 from specdec.engine.engine import Engine
 from specdec.engine.guests import DraftsOf, Guests
 from specdec.execution.base import Executor, Round
-from specdec.extensions.handoff.held import ROUNDS_IN_VAIN, HeldPages, release_pages
+from specdec.extensions.handoff.held import ROUNDS_IN_VAIN, HeldPages, Settled, release_pages
 from specdec.extensions.handoff.moved import (
     Arrival,
     Departed,
@@ -50,7 +50,7 @@ class MovingRequests(Guests):
         self._waiting: dict[Request, Arrival] = {}
         self._entered: list[Arrived] = []
         self._seconds: dict[Request, float] = {}
-        self._leaving: dict[Request, tuple[str, Pages, dict[str, Tensor]]] = {}
+        self._leaving: dict[Request, tuple[str, Pages, StateDict]] = {}
         self._tensors: tuple[Executor, RowTensors] | None = None
 
     @property
@@ -64,11 +64,6 @@ class MovingRequests(Guests):
     @property
     def leaving(self) -> bool:
         return bool(self._seconds)
-
-    def expect(self, request: Request, arrival: Arrival) -> None:
-        """Note a queued request that has pages."""
-        self._waiting[request] = arrival
-        request.has_pages = True
 
     def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
         """See `Guests.keep`: all requests read their tokens again, and those that were leaving will leave again."""
@@ -315,7 +310,8 @@ class MovingRequests(Guests):
         request_id = self._engine.queue(request)  # first: it repairs what an interrupt has left, and keeps held pages
         if number is not None:
             with self._engine.change:
-                self.expect(request, Arrival(self.held.take(number), handoff.tensors))
+                self._waiting[request] = Arrival(self.held.take(number), handoff.tensors)
+                request.has_pages = True
         return request_id
 
     def release(self, leases: Sequence[str]) -> None:
@@ -323,7 +319,7 @@ class MovingRequests(Guests):
         with self._engine.change:
             self.held.release(leases)
 
-    def drop(self, number: int, settled: Callable[[], bool]) -> None:
+    def drop(self, number: int, settled: Settled) -> None:
         """Give up reserved pages because the request does not arrive, see `HeldPages.drop`."""
         with self._engine.change:
             self.held.drop(number, settled)
@@ -331,7 +327,7 @@ class MovingRequests(Guests):
 
 def _next_drafts(
     batch: Engine, leaving: Sequence[Request], tensors: RowTensors, drafts_of: DraftsOf
-) -> dict[Request, dict[str, Tensor]]:
+) -> dict[Request, StateDict]:
     """Copies of the drafts of those leaving requests that draft, and of the distributions they were drawn from.
 
     Only pages of the head are reserved for the draft loop, since no draft of these requests is verified here.

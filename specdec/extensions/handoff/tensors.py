@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.checkpoints.tensor_files import StateDict
 from drafters.loops.base import CarriesVectors, Draft
 from specdec.acceptance.judge import DraftVocab
 from specdec.engine.engine import Engine
@@ -56,7 +57,7 @@ class RowTensors(ABC):
     loop: Any
     device: torch.device
 
-    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, Tensor]:
+    def pack(self, row: int, computed: int, drafts: bool) -> StateDict:
         """What the request in a RowTable row carries from round to round, copied on the device.
 
         computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
@@ -87,7 +88,7 @@ class RowTensors(ABC):
             self.states.put_row(row, computed, given)
 
     @abstractmethod
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> StateDict:
         """Copies, on the device, of one row's first drafts and, for a sampled row, of their distribution."""
 
     def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
@@ -119,7 +120,7 @@ class EagerTensors(RowTensors):
     vocab: DraftVocab | None
     draws: bool
 
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> StateDict:
         found = {"drafts": draft.token_ids[place, :count].clone()}
         if sampled and draft.probs is not None:
             found["draft_probs"] = draft.probs[place, :count].clone()
@@ -141,7 +142,7 @@ class GraphTensors(RowTensors):
 
     drawn: SampledDrafts | None
 
-    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, Tensor]:
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> StateDict:
         found = {"drafts": draft.token_ids[place, :count].clone()}
         return found | self.drawn.kept(place, count) if sampled and self.drawn is not None else found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from specdec.errors import (
     TransferError,
 )
 from specdec.extensions.handoff.link import TRANSPORTS, Link, made
-from specdec.extensions.handoff.moved import Handoff, Leaving, MovedRequest, Resumption
+from specdec.extensions.handoff.moved import Handoff, Handoffs, Leaving, MovedRequest, Resumption
 from specdec.extensions.handoff.moving import MovingRequests, moving_requests
 from specdec.interrupts import interrupt_in, interrupts_as_they_are
 from specdec.requests.prompts import Prompts
@@ -132,7 +132,7 @@ class Transfers:
             raise
         return [found[i] for i in sorted(found)]
 
-    def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
+    def release(self, handoffs: Handoffs) -> None:
         """Free the pages of requests that this model handed over and that will not be continued. Idempotent."""
         given = _listed(handoffs)
         with self._shared.between_rounds():
@@ -141,7 +141,7 @@ class Transfers:
                 guests.release([handoff.lease for handoff in given])
 
     @interrupts_as_they_are()
-    def resume(self, handoffs: Handoff | Sequence[Handoff], timeout: float, on_failure: OnFailure) -> list[Completion]:
+    def resume(self, handoffs: Handoffs, timeout: float, on_failure: OnFailure) -> list[Completion]:
         """Continue requests that another model has handed over, with the tokens and drafts that it would have had.
 
         Args:
@@ -285,7 +285,7 @@ def _kinds(ranks: Any) -> tuple[Callable[[Any], MovingRequests], type[Link]]:
     return ranks.moving()
 
 
-def _listed(handoffs: Handoff | Sequence[Handoff]) -> list[Handoff]:
+def _listed(handoffs: Handoffs) -> list[Handoff]:
     """One or several handoffs as a list. Raises InvalidInputError for anything else."""
     given = list(handoffs) if isinstance(handoffs, Iterable) else [handoffs]
     for each in given:

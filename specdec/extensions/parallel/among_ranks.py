@@ -22,7 +22,7 @@ from attention.threads import start_thread
 from attention.transport.region_tables import EngineTable, RankTable
 from attention.transport.transports import Read, ReadPlan, Transport
 from specdec.errors import RanksLostError, SpecdecError, TransferError, TransferTimeoutError
-from specdec.extensions.handoff.held import Due
+from specdec.extensions.handoff.held import Due, Settled
 from specdec.extensions.handoff.link import TRANSPORTS, Link, RankEnd, fingerprint, options_of_rank
 from specdec.extensions.handoff.moved import Handoff, Leaving, MovedRequest, Pages
 from specdec.extensions.handoff.moving import MovingRequests, moving_requests
@@ -88,7 +88,7 @@ class LeadingRequests(MovingRequests):
         """See `MovingRequests.release`. Once a rank is lost, pages are freed on this rank alone."""
         self._settle_on_all(Due(tuple(leases)))
 
-    def drop(self, number: int, settled: Callable[[], bool]) -> None:
+    def drop(self, number: int, settled: Settled) -> None:
         """See `MovingRequests.drop`. Rank 0 decides when late reads are over, on whichever rank they are."""
         now = settled()
         with self._unless_lost("drop_told", number, now):
