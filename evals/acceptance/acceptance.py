@@ -138,19 +138,20 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
     Raises:
         DataError: every question failed.
     """
-    if plan.warmup and len(store.answers) < len(plan.data.questions) * len(plan.arms):
+    arms = plan.arms
+    if plan.warmup and len(store.answers) < len(plan.data.questions) * len(arms):
         for _ in executor.run(plan.works[:1] * plan.warmup):  # whose answers are dropped
             pass
     answers = collect(executor, plan, store, report)
-    kept = by_arm(answers, plan.arms)
-    if not kept[plan.arms[0].name]:
+    kept = by_arm(answers, arms)
+    if not kept[arms[0].name]:
         raise DataError(f"every question failed; the first error: {next(a.error for a in answers if a.error)}")
     repeated = [_repeat(executor, plan, store, report, number) for number in range(2, plan.repeats + 1)]
     baseline = kept.get(BASELINE)
     seed = plan.asking.seed
-    repeats = {arm.name: _paired(arm.name, kept[arm.name], repeated) for arm in plan.arms}
-    summaries = [summarize(arm, kept[arm.name], baseline, seed, repeats[arm.name]) for arm in plan.arms]
-    rows = question_rows(kept, plan.arms)
+    repeats = {arm.name: _paired(arm.name, kept[arm.name], repeated) for arm in arms}
+    summaries = [summarize(arm, kept[arm.name], baseline, seed, repeats[arm.name]) for arm in arms]
+    rows = question_rows(kept, arms)
     document: Json = {
         "schema": "specdec.acceptance",
         "schema_version": SCHEMA_VERSION,
@@ -165,12 +166,12 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
         "questions": rows,
         "failures": failures(answers),
         "not_measured": [
-            arm.name for arm in plan.arms if arm.k and not any(r.drafted for a in kept[arm.name] for r in a.rounds)
+            arm.name for arm in arms if arm.k and not any(r.drafted for a in kept[arm.name] for r in a.rounds)
         ],
         "worst": _worst(executor, plan, rows),
     }
     if baseline is None:
-        left, right = plan.arms
+        left, right = arms
         document["differences"] = differences(kept[left.name], kept[right.name], (left, right), seed)
         document["definitions"]["speed_ratio"] = SPEED_RATIO
     else:

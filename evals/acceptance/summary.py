@@ -53,17 +53,18 @@ class Resampling:
 
     def value(self, metric: Metric, *runs: Columns) -> Value:
         """One metric of columns [questions]. Of times the interval includes the scatter of several runs."""
-        if metric.timing and (len(runs) > 1 or self.questions < FEW):
+        several = len(runs) > 1
+        if metric.timing and (several or self.questions < FEW):
             drawn = self._drawn(metric, {name: np.mean([run[name] for run in runs], axis=0) for name in metric.names})
             error, freedom = self._error(_logs(drawn))
             variance = error**2
-            if len(runs) > 1:
+            if several:
                 of_run = _logs(np.array([self._drawn(metric, run)[0] for run in runs]))
                 between = float(of_run.var(ddof=1)) / len(runs)
                 variance += between
                 if variance:
                     freedom = variance**2 / (error**4 / freedom + between**2 / (len(runs) - 1))
-            if not np.isfinite(variance) or (len(runs) > 1 and not variance):
+            if not np.isfinite(variance) or (several and not variance):
                 return Value(float(drawn[0]))
             return Value(*np.exp(astuple(_student(math.log(drawn[0]), math.sqrt(variance), freedom))).tolist())
         found = self._interval(self._drawn(metric, runs[0]))
@@ -129,19 +130,20 @@ def summarize(arm: Configuration, answers: Answers, baseline: Answers | None, se
     baseline: the target-alone answers to the same questions, or None when there is no such configuration.
     repeats: of the same questions in further runs, whose times count too.
     """
-    sums = columns(answers, arm.k, baseline)
-    runs = [sums, *(columns(own, arm.k, alone) for own, alone in repeats)]
-    resampling = Resampling(len(answers), seed, k=arm.k)
+    k = arm.k
+    sums = columns(answers, k, baseline)
+    runs = [sums, *(columns(own, k, alone) for own, alone in repeats)]
+    resampling = Resampling(len(answers), seed, k=k)
     return {
         "name": arm.name,
-        "k": arm.k,
+        "k": k,
         "model": arm.model,
         **_metrics(runs, resampling, baseline is not None),
-        **_positions(sums, resampling, arm.k),
-        "histogram": histogram(answers, arm.k),
+        **_positions(sums, resampling, k),
+        "histogram": histogram(answers, k),
         "identical_to_target_alone": _identical(answers, baseline),
-        "by_task": _groups(runs, [a.task for a in answers], seed, baseline is not None, arm.k),
-        "by_category": _groups(runs, [a.category for a in answers], seed, baseline is not None, arm.k),
+        "by_task": _groups(runs, [a.task for a in answers], seed, baseline is not None, k),
+        "by_category": _groups(runs, [a.category for a in answers], seed, baseline is not None, k),
     }
 
 

@@ -150,12 +150,13 @@ class RunProgress(LinesOfProgress):
 def print_acceptance(console: Console, document: Json, explain: bool) -> None:
     """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
+    questions = arms[0]["questions"]
     console.print(f"\n[bold]{headline(document)}[/bold]")
     for part, metrics in metric_parts():
         table = _table("", *(arm["name"] for arm in arms))
         for metric in metrics:
             table.add_row(metric.label, *(_shown(metric, arm) for arm in arms))
-        _print_table(console, part or f"{arms[0]['questions']} questions", table)
+        _print_table(console, part or f"{questions} questions", table)
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
     _print_table(
@@ -170,13 +171,13 @@ def print_acceptance(console: Console, document: Json, explain: bool) -> None:
             table = _table("K", *(f"batch {size}" for size in prediction["round_seconds"]))
             for k in sorted({cell["k"] for cell in prediction["table"]}):
                 row = [cell for cell in prediction["table"] if cell["k"] == k]
-                table.add_row(str(k), *(predicted(cell, arms[0]["questions"]) for cell in row))
+                table.add_row(str(k), *(predicted(cell, questions) for cell in row))
             _print_table(console, title, table)
         for text in advice(document):
             console.print(text)
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
-        _print_table(console, title, _difference_table(document["differences"], arms[0]["questions"]))
+        _print_table(console, title, _difference_table(document["differences"], questions))
     definitions = document["definitions"].items() if explain else ()
     named = {METRICS[key].label if key in METRICS else key.replace("_", " "): text for key, text in definitions}
     print_text(console, "acceptance", document=document, cautions=cautions(document), definitions=named)

@@ -72,16 +72,17 @@ class Admission:
                 f"num_speculative_tokens={asked}: this model was loaded for at most {most}; to raise that, give "
                 "num_speculative_tokens when you load it"
             )
-        limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
-        if params.strict_length and limit < len(token_ids) + params.max_new_tokens:
+        count = len(token_ids)
+        limit = min(count + params.max_new_tokens, self.config.max_model_len)
+        if params.strict_length and limit < count + params.max_new_tokens:
             raise InvalidInputError(
-                f"max_new_tokens={params.max_new_tokens} after a prompt of {len(token_ids)} tokens: with max_model_len="
-                f"{self.config.max_model_len} there is room for {limit - len(token_ids)}; lower max_new_tokens, "
+                f"max_new_tokens={params.max_new_tokens} after a prompt of {count} tokens: with max_model_len="
+                f"{self.config.max_model_len} there is room for {limit - count}; lower max_new_tokens, "
                 "load with a larger max_model_len, or leave strict_length out: then the request ends there"
             )
-        self._check_rows(params, limit - len(token_ids))
+        self._check_rows(params, limit - count)
         self._prepared(params, self._eos, ())
-        self.check_cache(len(token_ids), len(token_ids) if prompt_alone else limit)
+        self.check_cache(count, count if prompt_alone else limit)
         return limit
 
     def check_room(self, present: int, new: int) -> None:

@@ -224,9 +224,9 @@ class RaggedPrefill:
         # One more entry, 0: the `decided_place` of rows that are not decided is J.
         accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
         accepted = accepted.index_select(0, ahead.decided_place)
+        drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
         if not self._loop.prefill_attends:
             # Operator by operator: a prefill that attends nothing.
-            drafts = result.tokens.reshape(-1).index_select(0, ahead.token_sources)
             token_ids = ahead.token_ids.index_copy(0, ahead.token_places, drafts)
             (own,) = ahead.passes
             inputs = FixedPrefill(token_ids, ahead.last_row + accepted)
@@ -237,18 +237,20 @@ class RaggedPrefill:
         count = len(ahead.token_ids)
         rows = len(ahead.last_row)
         graph = self._graph(token_bucket(count, self._most_tokens))
-        ids = graph.inputs.token_ids
-        last_row = graph.inputs.last_row
+        inputs = graph.inputs
+        ids = inputs.token_ids
+        last_row = inputs.last_row
+        carried = inputs.carried
         ids[:count].copy_(ahead.token_ids)
-        ids.index_copy_(0, ahead.token_places, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
+        ids.index_copy_(0, ahead.token_places, drafts)
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
         last_row[rows:].zero_()
         for positions, each in zip(graph.positions, ahead.passes, strict=True):
             positions[:count].copy_(each.positions)
-        if graph.inputs.carried is not None and ahead.carried is not None:
-            graph.inputs.carried.sources[:count].copy_(ahead.carried.sources)
-            graph.inputs.carried.request_rows[:rows].copy_(ahead.carried.request_rows)
-            graph.inputs.carried.request_rows[rows:].fill_(-1)
+        if carried is not None and ahead.carried is not None:
+            carried.sources[:count].copy_(ahead.carried.sources)
+            carried.request_rows[:rows].copy_(ahead.carried.request_rows)
+            carried.request_rows[rows:].fill_(-1)
         graph.graph.replay(lambda: Between(_in_turn(self._runner, ahead.passes)))
         return accepted, graph.chosen
 

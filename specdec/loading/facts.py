@@ -36,36 +36,35 @@ _SPARSE = "dense up to index_topk={:,} tokens, where its indexer would choose al
 
 def facts_of(model: Any) -> Json:
     """Resolved facts of a SpeculativeModel: model, head, attention, caches, graphs and engine."""
-    head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
-    hybrid = model.target.states is not None
+    head, runners, checkpoint = model.head, model.runners, model.checkpoint
+    target, hf_model = model.target, model.hf_model
+    hybrid = target.states is not None
     captured = getattr(model.engine.executor, "report", None)
     spent = model.steps
-    dense = dense_up_to(model.hf_model)
-    layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
+    dense = dense_up_to(hf_model)
+    layers = target.runner.layer_numbers if isinstance(target.runner, GroupedRunner) else {}
     return {
-        "target": getattr(checkpoint, "gguf_file", None)
-        or model.hf_model.name_or_path
-        or type(model.hf_model).__name__,
+        "target": getattr(checkpoint, "gguf_file", None) or hf_model.name_or_path or type(hf_model).__name__,
         "revision": getattr(checkpoint, "revision", None),
         "trust_remote_code": getattr(checkpoint, "trust_remote_code", False),
         "adapter": _adapter(model),
-        "architecture": type(model.hf_model).__name__,
-        "parameters": sum(num_elements(name, p) for name, p in model.hf_model.named_parameters()),
-        "weights_bytes": model_bytes(model.hf_model),
+        "architecture": type(hf_model).__name__,
+        "parameters": sum(num_elements(name, p) for name, p in hf_model.named_parameters()),
+        "weights_bytes": model_bytes(hf_model),
         "quantisation": _quantisation(model),
         "experts": _experts(model),
-        "vocab_size": model.target.vocab_size,
-        "num_layers": model.target.num_layers,
-        "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
+        "vocab_size": target.vocab_size,
+        "num_layers": target.num_layers,
+        "refused_tokens": {name: token_id for token_id, name in target.placeholders.items()} or None,
         "dtype": dtype_name(model.dtype),
         "device": str(model.device),
         "backend": model.backend_name,
-        "linears": linears_in_words(model.hf_model, model.plain_linears),
-        "recorded_steps": None if model.target.steps is None else str(model.target.steps),
+        "linears": linears_in_words(hf_model, model.plain_linears),
+        "recorded_steps": None if target.steps is None else str(target.steps),
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),
-        "recurrent": None if model.target.states is None else _recurrent(model.target.states),
+        "recurrent": None if target.states is None else _recurrent(target.states),
         "long_rope": _long_rope(model),
         "sparse_attention": None if dense is None else _SPARSE.format(dense),
         "prefix_caching": model.prefix_caching,

@@ -213,37 +213,38 @@ class Request:
 
         Tokens after a stop are dropped. Raises UserCodeError: see `SamplingParams.error_at`, for one of the tokens.
         """
-        before = len(self.new_tokens)
-        self.new_tokens += round_.token_ids
-        known = len(self.new_tokens)
-        ids = self.params.stop_token_ids
+        own = self.params
+        new_tokens = self.new_tokens
+        before = len(new_tokens)
+        new_tokens += round_.token_ids
+        known = len(new_tokens)
+        ids = own.stop_token_ids
         at_id = None
         if ids:
-            at_id = next((i + 1 for i in range(before, known) if self.new_tokens[i] in ids), None)
-        end = self.stream.push(self.new_tokens, at_id or known) or at_id
-        if self.params.stopping_criteria is not None:
+            at_id = next((i + 1 for i in range(before, known) if new_tokens[i] in ids), None)
+        end = self.stream.push(new_tokens, at_id or known) or at_id
+        if own.stopping_criteria is not None:
             end = self._at_criterion(before, end or known) or end
         if end is not None:
-            del self.new_tokens[end:]
+            del new_tokens[end:]
             self.finish_reason = "stop"
-        own = self.params
         if not own.logits_processor is own.prefix_allowed_tokens_fn is own.grammar is own.watch is None:
-            errors = (own.error_at(self.prompt_len + place) for place in range(before, len(self.new_tokens)))
+            errors = (own.error_at(self.prompt_len + place) for place in range(before, len(new_tokens)))
             if (error := next(filter(None, errors), None)) is not None:
                 raise error
-        emitted = len(self.new_tokens) - before
-        if self.params.logprobs is not None and round_.notes is not None:
-            each = zip(self.new_tokens[before:], round_.notes, strict=False)
-            self.logprobs += [of_notes(token, notes, self.params.logprobs) for token, notes in each]
+        emitted = len(new_tokens) - before
+        if own.logprobs is not None and round_.notes is not None:
+            each = zip(new_tokens[before:], round_.notes, strict=False)
+            self.logprobs += [of_notes(token, notes, own.logprobs) for token, notes in each]
         if not before:  # from prefill, which verifies nothing and so is no recorded round
             self.times.first_token = now
         else:
             self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))
             self.drafts.append(round_.drafts)
-        tokens = self.new_tokens[self.progress.num_tokens :]  # this round's, and those that the request came with
+        tokens = new_tokens[self.progress.num_tokens :]  # this round's, and those that the request came with
         if self.finish_reason is None:
             text = self.stream.show()
-            progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)
+            progress = Progress(len(new_tokens), len(self.rounds), self.stream.num_shown)
             new = None if own.logprobs is None else tuple(self.logprobs[self.progress.num_tokens :])
             return Update(self.id, tokens, text, progress=progress, logprobs=new)
         self.times.finished = now

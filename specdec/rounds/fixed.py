@@ -180,8 +180,9 @@ class _TargetPlace:
         places = np.arange(rows * query_len).reshape(rows, query_len)
         arrays.logits_indices[:] = places.reshape(-1)
         arrays.logit_index[:] = places
-        arrays.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
-        arrays.draft_sources[: rows * (query_len - 1)] = np.arange(rows * (query_len - 1))
+        num_drafts = rows * (query_len - 1)
+        arrays.draft_places[:num_drafts] = places[:, 1:].reshape(-1)
+        arrays.draft_sources[:num_drafts] = np.arange(num_drafts)
 
 
 class FixedTarget:
