@@ -75,6 +75,8 @@ _ALLOW = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 _PICKLED = "pytorch_model.bin"
 _BIN = ".bin"
 _MOST_SHOWN = 80
+_FEW = 4
+"""Files that a message names."""
 _LFS_POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors reads no longer one."""
@@ -259,27 +261,36 @@ def _weight_files(folder: Path) -> list[Path]:
     for name in ("model.safetensors", _PICKLED):
         index = folder / f"{name}.index.json"
         if index.exists():
-            return _indexed_files(folder, read_json(index), index.name)
+            named = read_json(index)
+            with naming(folder):
+                return indexed_files(folder, named, index.name)
         if (folder / name).exists():
             return [folder / name]
     raise HeadLoadError(f"{folder} has no weights: looked for model.safetensors and {_PICKLED}, and an index of either")
 
 
-def _indexed_files(folder: Path, index: Json, name: str) -> list[Path]:
+def indexed_files(folder: Path, index: Json, name: str) -> list[Path]:
+    """The files of weights that an index of this name names.
+
+    Raises:
+        HeadLoadError: the index is damaged, or a file is missing, no file, or outside of the folder.
+    """
     places = index.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise HeadLoadError(f"{folder}: its {name} has no weight_map of tensor names to file names")
-    names = sorted(set(places.values()))
-    outside = [place for place in names if leads_outside(place)]
-    if outside:
-        raise HeadLoadError(f"{folder}: its {name} names files outside of the folder: {outside}; put them into it")
-    missing = [name for name in names if not (folder / name).exists()]
-    if missing or not names:
-        raise HeadLoadError(f"{folder}: its {name} names {names}, missing are {missing}")
-    odd = [f"{name} is {kind}" for name in names if (kind := what_else(folder / name))]
-    if odd:
-        raise HeadLoadError(f"{folder}: {odd[0]}, not a file")
-    return [folder / name for name in names]
+    if not isinstance(places, dict) or not places or not all(isinstance(place, str) for place in places.values()):
+        raise HeadLoadError(f"{name} has no weight_map from tensors to files; download it again")
+    files = sorted(set(places.values()))
+    if outside := [file for file in files if leads_outside(file)]:
+        raise HeadLoadError(
+            f"{name} names files outside of its folder ({outside[:_FEW]}), which are not read; put them into it"
+        )
+    if odd := [f"{file} is {kind}" for file in files if (kind := what_else(folder / file))]:
+        raise HeadLoadError(f"{odd[0]}, not a file")
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise HeadLoadError(
+            f"{len(missing)} of {len(files)} files that {name} names are missing ({', '.join(missing[:_FEW])}); "
+            f"download {'it' if len(missing) == 1 else 'them'}"
+        )
+    return [folder / file for file in files]
 
 
 def _list_file(file: Path) -> dict[str, TensorInfo]:

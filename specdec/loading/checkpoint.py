@@ -24,14 +24,13 @@ from drafters.checkpoints.config_fields import Config
 from drafters.checkpoints.layouts import Layout, detect_by_config, layout_of_folder
 from drafters.checkpoints.tensor_files import (
     hub_answers,
+    indexed_files,
     is_hub_name,
     is_lfs_pointer,
-    leads_outside,
     looks_local,
     no_files_in,
     open_folder,
     read_json,
-    what_else,
 )
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
 from specdec.import_names import uncollected
@@ -64,28 +63,15 @@ def check_weight_files(folder: Path) -> None:
     names = {entry.name for entry in folder.iterdir()}
     for name in _WHOLE:
         if name in names:
-            return None
+            return
         if f"{name}.index.json" in names:
-            return _check_shards(folder, folder / f"{name}.index.json")
+            index = read_json(folder / f"{name}.index.json")
+            try:
+                indexed_files(folder, index, f"{name}.index.json")
+            except HeadLoadError as error:
+                raise ModelLoadError(str(error)) from error
+            return
     raise ModelLoadError(f"{_without_weights(names)}")
-
-
-def _check_shards(folder: Path, index: Path) -> None:
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, Mapping) or not places or not all(isinstance(place, str) for place in places.values()):
-        raise ModelLoadError(f"{index.name} has no weight_map from tensors to files; download it again")
-    files = sorted(set(places.values()))
-    if outside := [place for place in files if leads_outside(place)]:
-        raise ModelLoadError(
-            f"{index.name} names files outside of its folder ({short(outside)}), which are not read; put them into it"
-        )
-    if odd := [f"{name} is {kind}" for name in files if (kind := what_else(folder / name))]:
-        raise ModelLoadError(f"{odd[0]}, not a file")
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ModelLoadError(
-            f"{len(missing)} of {len(files)} files of its weights are missing ({short(missing)}); download "
-            f"{'it' if len(missing) == 1 else 'them'}"
-        )
 
 
 def _without_weights(names: Collection[str]) -> str:

@@ -278,8 +278,8 @@ HEADS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe as its configuration": (piped("config.json"), "config.json in it is a named pipe, not a file"),
     "a configuration nested deep": (content("config.json", NESTED), "config.json cannot be read as JSON: .*recursion"),
     "an index nested deep": (sharded(NESTED), "index.json cannot be read as JSON: .*recursion"),
-    "weights above the folder": (away("../away.safetensors"), "files outside of the folder"),
-    "weights at an absolute path": (away("{}/away.safetensors"), "files outside of the folder"),
+    "weights above the folder": (away("../away.safetensors"), "files outside of its folder"),
+    "weights at an absolute path": (away("{}/away.safetensors"), "files outside of its folder"),
 }
 
 
