@@ -47,8 +47,7 @@ def load_block(
             not supported, or the configuration has unknown keys, contradicts itself or the tensors.
         HeadMismatchError: the head was made for another target.
     """
-    opened = _open(path, target)
-    return opened.loaded(partial(_new_head, opened.spec, target), dtype, device)
+    return _open(path, target).loaded(dtype, device)
 
 
 def describe_block(path: CheckpointPath) -> HeadReport:
@@ -204,15 +203,16 @@ def _chain(spec: BlockSpec) -> Json:
     }
 
 
-def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec]:
+def _open(path: CheckpointPath, target: TargetFacts) -> OpenedHead[BlockSpec, BlockParallelHead]:
     folder_path = locate(path)
     with naming(folder_path):
         written = format_of(read_json(folder_path / "config.json"))  # first: others keep weights in other files
         folder = open_folder(folder_path)
         names = _of_modules(strip_prefixes(folder.tensors))
         spec, fields = resolve_block(folder.config, folder.shapes(names), target)
-        opened = OpenedHead(folder, f"{written.name} layout", names, spec, fields)
-        opened.check(partial(_new_head, spec, target))
+        build = partial(_new_head, spec, target)
+        opened = OpenedHead(folder, f"{written.name} layout", names, spec, fields, build)
+        opened.check()
     return opened
 
 

@@ -35,7 +35,7 @@ Build = Callable[[Tensor | None], H]
 
 
 @dataclass(frozen=True)
-class OpenedHead(Generic[S]):
+class OpenedHead(Generic[S, H]):
     """A head's folder resolved against a target, nothing loaded yet; names: parameter -> in the files."""
 
     folder: CheckpointFolder
@@ -43,6 +43,7 @@ class OpenedHead(Generic[S]):
     names: Names
     spec: S
     fields: ResolvedFields
+    build: Build[H]
 
     @property
     def report(self) -> HeadReport:
@@ -51,17 +52,17 @@ class OpenedHead(Generic[S]):
         sizes = (math.prod(shape) for parameter, shape in shapes.items() if parameter not in _MAPS)
         return HeadReport(self.folder.path, self.layout, self.fields, sum(sizes))
 
-    def check(self, build: Build[Any]) -> None:
+    def check(self) -> None:
         """Compare the files' tensors with the head's. Raises HeadLoadError, which names all that differ."""
         spec = self.spec
-        module = build(torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+        module = self.build(torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
         expected: Shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
         sizes = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
         needed = {"d2t"} if spec.draft_vocab_size < spec.vocab_size else set()
         maps = {name: sizes[name] for name in _MAPS if name in needed | {*self.names}}
         check_tensors(self.folder.shapes(self.names), {**expected, **maps})
 
-    def loaded(self, build: Build[H], dtype: torch.dtype, device: torch.device | str) -> H:
+    def loaded(self, dtype: torch.dtype, device: torch.device | str) -> H:
         """The head with its weights.
 
         Raises:
@@ -75,7 +76,7 @@ class OpenedHead(Generic[S]):
                 check_map(d2t, self.spec.vocab_size, weights.get("t2d"))
             d2t = d2t.long()
         cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
-        head = filled(build(d2t), cast)
+        head = filled(self.build(d2t), cast)
         head.checkpoint_report = self.report
         log.info("%s", head.checkpoint_report)
         return head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,8 +70,7 @@ def load_eagle(
             another one, or the configuration contradicts itself or the tensors.
         HeadMismatchError: the head was made for another target.
     """
-    opened = _open(path, target, overrides)
-    return opened.loaded(lambda d2t: _new_head(opened.spec, target, d2t), dtype, device)
+    return _open(path, target, overrides).loaded(dtype, device)
 
 
 def describe_eagle(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
@@ -149,15 +149,15 @@ def open_head(path: CheckpointPath) -> HeadFolder:
     return HeadFolder(folder, layout, short, stray)
 
 
-def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec]:
+def _open(path: CheckpointPath, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec, Eagle3Head]:
     found = open_head(path)
     with naming(found.folder.path):
         opened = _resolved(found, target, overrides)
-        opened.check(lambda d2t: _new_head(opened.spec, target, d2t))
+        opened.check()
     return opened
 
 
-def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec]:
+def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides) -> OpenedHead[Eagle3Spec, Eagle3Head]:
     folder = found.folder
     config = found.folder.config
     written = format_of(config)
@@ -180,7 +180,7 @@ def _resolved(found: HeadFolder, target: TargetFacts, overrides: Eagle3Overrides
     chosen = found.layout is Layout.EAGLE1 or overrides.aux_layers is not None
     fields += unread_fields(config, {*KEYS, *nested}, layers_are_chosen=chosen)
     fields += tuple(ResolvedField(name, ", ".join(own), reason) for name, (own, reason) in ignored.items() if own)
-    return OpenedHead(folder, f"{kind} layout", names, spec, fields)
+    return OpenedHead(folder, f"{kind} layout", names, spec, fields, partial(_new_head, spec, target))
 
 
 def _new_head(spec: Eagle3Spec, target: TargetFacts, d2t: Tensor | None, device: str = "meta") -> Eagle3Head:
