@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from asyncio import to_thread
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -20,14 +19,12 @@ from specdec.requests.shown import model_line, with_bar
 from specdec.requests.submission import Check, Params, Score, Submission, check_each, scores, submissions, to_be_scored
 from specdec.rounds.extras import no_extras
 from specdec.torch_state import own_torch_state
+from specdec.values import Json
 from specdec.wrapped.group import ALONE, Group
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from attention.transport.region_tables import EngineTable
     from attention.transport.transports import Transport
-    from drafters.base import Head
     from specdec.engine.scheduler import Usage
     from specdec.engine.stats import EngineStats
     from specdec.engine.streams import Stream, StreamUpdate
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
     from specdec.extensions.service.asynchronous import AsyncStream
     from specdec.extensions.service.monitoring import Metrics
     from specdec.loading.assembly import Parts
+    from specdec.loading.heads import Draft
+    from specdec.loading.targets import Target
 
 FREED = ("target", "head", "runners", "engine", "_live")
 """Attributes that `close` deletes."""
@@ -96,8 +95,8 @@ class SpeculativeModel:
     @own_torch_state()
     def from_pretrained(
         cls,
-        target: str | Path | PreTrainedModel,
-        draft: str | Path | Head | PreTrainedModel | None,
+        target: Target,
+        draft: Draft,
         options: LoadOptions,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
@@ -392,7 +391,7 @@ class SpeculativeModel:
             raise InvalidInputError(missing) from error
         return transfers_of(self)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Resolved facts of the model, head and engine."""
         from specdec.loading.facts import facts_of
 

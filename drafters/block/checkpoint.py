@@ -65,7 +65,7 @@ def fresh_block(spec: BlockSpec, target: TargetFacts, seed: int) -> BlockParalle
         return _new_head(spec, target, None, "cpu").to(target.embedding.device)
 
 
-def save_block(head: BlockParallelHead, folder: str | Path, num_target_layers: int, num_anchors: int) -> Path:
+def save_block(head: BlockParallelHead, folder: CheckpointPath, num_target_layers: int, num_anchors: int) -> Path:
     """Write config.json and model.safetensors; returns the folder.
 
     A plain head that fills in has z-lab's layout, without the target's embedding and lm_head. Others have DeepSpec's,

@@ -89,7 +89,7 @@ _KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "
 
 
 @contextmanager
-def naming(place: str | Path) -> Iterator[None]:
+def naming(place: CheckpointPath) -> Iterator[None]:
     """Put the name of a checkpoint before what is wrong with it.
 
     Raises:
@@ -131,7 +131,7 @@ def locate(path: CheckpointPath, revision: str | None = None) -> Path:
     return _download(name, revision)
 
 
-def no_files_in(folder: str | Path) -> str:
+def no_files_in(folder: CheckpointPath) -> str:
     """An entry of a checkpoint's folder that has a file's name but is neither file nor folder, in words, or "".
 
     To open a named pipe would wait for ever, deaf to signals.
@@ -143,7 +143,7 @@ def no_files_in(folder: str | Path) -> str:
     return ""
 
 
-def what_else(path: str | Path) -> str:
+def what_else(path: CheckpointPath) -> str:
     """What a path leads to, in words, where that is no file; "" for a file and for nothing."""
     try:
         mode = os.stat(path).st_mode

@@ -82,7 +82,7 @@ def describe_eagle(path: CheckpointPath, target: TargetFacts, overrides: Eagle3O
     return _open(path, target, overrides).report
 
 
-def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+def save_eagle3(head: Eagle3Head, folder: CheckpointPath, dtype: torch.dtype | None = None) -> Path:
     """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle` read; returns the
     folder.
 

@@ -21,7 +21,7 @@ from attention.backends.limits import dtype_name
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import rope_to_config
-from drafters.checkpoints.tensor_files import Json, StateDict, write_folder
+from drafters.checkpoints.tensor_files import CheckpointPath, Json, StateDict, write_folder
 from drafters.eagle3.checkpoint import maps_of, save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import layer_sizes
@@ -64,7 +64,7 @@ class Verifier:
 
 def export_eagle3(
     head: Eagle3Head,
-    folder: str | Path,
+    folder: CheckpointPath,
     layout: ExportLayout,
     *,
     verifier: Verifier | None = None,
@@ -235,7 +235,7 @@ def _layer_config(spec: Eagle3Spec) -> Json:
     return config
 
 
-def made(folder: str | Path) -> Path:
+def made(folder: CheckpointPath) -> Path:
     """The folder, made where it is missing. Raises InvalidInputError: it cannot be written."""
     path = Path(folder)
     try:

@@ -27,6 +27,8 @@ probabilities q [R, Vd], or None for a one-hot q)."""
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 """Keys and values, of each layer or of each step."""
+Stepped = tuple[Tensor, Tensor | None]
+"""Logits or embeddings after a step of a block's chain, and the chain's next state."""
 Passes = tuple[CommonAttentionMetadata, ...]
 """The metadata of several passes."""
 Greedy = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -50,9 +52,7 @@ class Attend(Protocol):
 class BlockChain(Protocol):
     """How the draft of a block's slot depends on the drafts before it; `drafters.loops.block.chains` has them all."""
 
-    def step(
-        self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None) -> Stepped:
         """logits [R, Vd] and outputs hidden [R, H] of a slot, target ids previous [R] -> logits to choose from, state.
 
         previous: the drafts before, or the bonus token. state: None before the block's first draft.

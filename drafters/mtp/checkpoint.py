@@ -146,7 +146,7 @@ def deepseek_tensors(head: MtpHead, layer: int) -> StateDict:
     return named
 
 
-def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
+def save_mtp(head: MtpHead, folder: CheckpointPath, target: MtpTarget) -> Path:
     """Write one module as a separate DeepSeek-style checkpoint: the target's config.json, and the module's tensors.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import ChainHead
+from drafters.checkpoints.tensor_files import Json
 from drafters.errors import HeadLoadError
 from drafters.mtp.spec import MtpSpec
 from drafters.unroll import Gain, TttAttend, shift_left, unroll
@@ -89,7 +90,7 @@ def compare_conventions(modules: Modules, token_ids: Tensor, states: Tensor, num
         return ()
     spec = modules[0].spec
     order = "embedding_first" if spec.hidden_first else "hidden_first"
-    others: list[tuple[str, str, dict[str, Any], range]] = [
+    others: list[tuple[str, str, Json, range]] = [
         ("mtp_concat", order, {"hidden_first": not spec.hidden_first}, _FIRST)
     ]
     if num_drafts > 1 and spec.final_norm:
@@ -122,7 +123,7 @@ def check_convention(head: Any, token_ids: Tensor, states: Tensor, num_drafts: i
             )
 
 
-def _with_convention(modules: Modules, changes: Mapping[str, Any]) -> Modules:
+def _with_convention(modules: Modules, changes: Json) -> Modules:
     """The same weights under another convention."""
     others = [copy.copy(module) for module in modules]
     for other in others:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from evals.acceptance.summary import Json
 from evals.accuracy.generation import Generation, Thinking
-from evals.data.datasets import digest
+from evals.data.datasets import Messages, digest
 from evals.runs.answers import Answer
 from evals.runs.conversations import Configuration, question_seed, to_turn
 from evals.runs.store import RunStore
@@ -124,7 +124,7 @@ class EngineLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
         """The text of a conversation; without its system message where the template refuses one."""
         try:
             return self._templated(chat_history, add_generation_prompt)
@@ -133,7 +133,7 @@ class EngineLM(TemplateLM):
             others = [message for message in chat_history if message["role"] != "system"]
             return self._templated(others, add_generation_prompt)
 
-    def _templated(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _templated(self, messages: Messages, add_generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
             for_template(messages, self.tokenizer),
             tokenize=False,

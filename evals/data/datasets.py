@@ -30,8 +30,12 @@ _ID_KEYS = ("question_id", "task_id", "prompt_id", "id")
 
 Labels = Callable[[str], str]
 """What a data set calls a category -> the task it is reported under."""
-Chat = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
+Turns = tuple[tuple[str, str], ...]
+"""(role, text) of each message."""
+Chat = tuple[tuple[str, ...], Turns]
 """The turns of a conversation, and its messages before them."""
+Messages = list[dict[str, str]]
+"""Messages as a chat template takes them."""
 Record = Mapping[str, Any]
 
 
@@ -45,7 +49,7 @@ class Question:
 
     id: str
     turns: tuple[str, ...]
-    history: tuple[tuple[str, str], ...] = ()
+    history: Turns = ()
     category: str = "all"
     task: str = "all"
 
@@ -273,7 +277,7 @@ def warn_without_template() -> None:
     warn_user(NO_TEMPLATE)
 
 
-def opening(question: Question, system: str | None) -> list[dict[str, str]]:
+def opening(question: Question, system: str | None) -> Messages:
     """The messages before the first turn: the system prompt, then the question's own history."""
     start = [{"role": "system", "content": system}] if system else []
     return start + [{"role": role, "content": content} for role, content in question.history]

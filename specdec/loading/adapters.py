@@ -26,6 +26,7 @@ from specdec.errors import ModelLoadError, UnsupportedModelError
 from specdec.interrupts import interrupt_in
 from specdec.loading.checkpoint import Adapter, Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
+from specdec.loading.names import ModelName
 from specdec.options.kinds import OrAuto
 from specdec.user_warnings import warn_user
 from specdec.values import short, wrong
@@ -82,7 +83,7 @@ def check_kinds(name: str, configs: Iterable[Any]) -> None:
         raise UnsupportedModelError(f"{name}: an adapter of peft_type {kind} {reason}; it is not supported")
 
 
-def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: OrAuto) -> Checkpoint:
+def with_adapter(checkpoint: Checkpoint, adapter: ModelName | None, merge: OrAuto) -> Checkpoint:
     """Where a target is read from, with the adapter (folder or hub name, or None) that is to be applied to it.
 
     The target may be an adapter itself, whose configuration names its base. merge: see the load option merge_adapter.

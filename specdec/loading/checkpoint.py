@@ -34,7 +34,7 @@ from drafters.checkpoints.tensor_files import (
 )
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
 from specdec.import_names import uncollected
-from specdec.loading.names import find_gguf, give_model, is_gguf, misspelt, resolve
+from specdec.loading.names import ModelName, find_gguf, give_model, is_gguf, misspelt, resolve
 from specdec.loading.quantisation import (
     GGUF,
     MODELOPT,
@@ -164,7 +164,7 @@ class Adapter:
 
 
 def find_checkpoint(
-    name: str | Path,
+    name: ModelName,
     revision: str | None = None,
     trust_remote_code: bool = False,
     what: str = "the target model",

@@ -23,7 +23,7 @@ from drafters.vocab import ids_of, most_frequent
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.load_errors import loading_named
-from specdec.loading.names import BUILTIN_HEADS, DRAFT_WORDS, head_for, misspelt_draft, resolve
+from specdec.loading.names import BUILTIN_HEADS, DRAFT_WORDS, ModelName, head_for, misspelt_draft, resolve
 from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
@@ -36,6 +36,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "tok_embeddings.weight", "embeddings.weigh
 _OUTPUTS = ("lm_head.weight", "output.weight")
 _LARGEST_ID = 2**24 - 1
 """Far more than any vocabulary has: counts are kept for each id up to the largest in the texts."""
+Draft = ModelName | Head | PreTrainedModel | None
 LOOKUP = "lookup"
 IN_TARGET = {family.in_target: family for family in FAMILIES.values() if family.in_target is not None}
 """Families whose heads lie in a target's own checkpoint, by the value of `draft` that selects them."""
@@ -118,7 +119,7 @@ def split_draft(draft: Any) -> tuple[Any, bool]:
     return (heads[0] if heads else None), True
 
 
-def resolve_head(draft: str | Path, target_name: str | None, gguf_file: str | None = None) -> str:
+def resolve_head(draft: ModelName, target_name: str | None, gguf_file: str | None = None) -> str:
     """The head's folder or hub name; "auto" and "block" are heads built in for the target.
 
     Raises:
@@ -176,7 +177,7 @@ def reading_options(options: LoadOptions) -> Options:
 
 
 def load_head(
-    draft: str | Path | Head | PreTrainedModel | None,
+    draft: Draft,
     target: Checkpoint | None,
     probed: TargetProbe,
     options: LoadOptions,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.values import short
+from specdec.values import Fields, short
 
+ModelName = str | Path
+"""A built-in model's name, a folder, or a name on the Hugging Face hub."""
 GSM_LLAMA = "gsm-llama"
 AUTO_HEAD = "auto"
 """The head that belongs to what was given as the target: a built-in one's, or the head itself that was given alone."""
@@ -63,7 +65,7 @@ def builtin_path(name: str) -> Path:
     return _ROOT / name
 
 
-def misspelt(name: str | Path) -> str:
+def misspelt(name: ModelName) -> str:
     """What is wrong with a name that is nearly a built-in model's, in words; "" where it is none, or means a folder."""
     text = str(name)
     close = get_close_matches(text, builtin_names(), 1, 0.8)
@@ -75,7 +77,7 @@ def misspelt(name: str | Path) -> str:
     )
 
 
-def misspelt_draft(draft: str | Path) -> str:
+def misspelt_draft(draft: ModelName) -> str:
     """As `misspelt`, of a value of `draft`: a word that it takes, or a built-in head."""
     text = str(draft)
     if text == "none":
@@ -144,13 +146,13 @@ def give_model() -> str:
     )
 
 
-def resolve(name: str | Path) -> str:
+def resolve(name: ModelName) -> str:
     """A built-in model's name -> its folder; ~ is the home folder; the rest stays (a local folder or a hub name)."""
     text = str(name)
     return str(builtin_path(text)) if text in builtin_names() and not os.path.exists(text) else os.path.expanduser(text)
 
 
-def builtin_name(target: str | Path | None) -> str | None:
+def builtin_name(target: ModelName | None) -> str | None:
     """The built-in model that this name or folder is; None where it is none.
 
     A model loaded from a built-in folder is found by that folder, which transformers keeps as `name_or_path`.
@@ -161,7 +163,7 @@ def builtin_name(target: str | Path | None) -> str | None:
     return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
 
 
-def head_for(target: str | Path | None, gguf_file: str | None = None, word: str = AUTO_HEAD) -> str | None:
+def head_for(target: ModelName | None, gguf_file: str | None = None, word: str = AUTO_HEAD) -> str | None:
     """The built-in head for a target, by its name; None where there is none. word: of BUILTIN_HEADS.
 
     Raises as `find_gguf`.
@@ -179,7 +181,7 @@ def is_available(target: str) -> bool:
     return os.path.exists(resolve(target)) or bool(_config_of(target))
 
 
-def target_of_head(head: str | Path) -> str | None:
+def target_of_head(head: ModelName) -> str | None:
     """The target that a head (folder, or hub name) was made for, by its own files: a built-in head's, the checkpoint
     that holds a module, or the one that config.json names. None where they name none.
 
@@ -266,7 +268,7 @@ def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any
         return load(later.target), later
 
 
-def _config_of(name: str) -> Mapping[str, Any]:
+def _config_of(name: str) -> Fields:
     """config.json of a folder or hub model; {} where none can be read here, which loading it will report."""
     from transformers.utils import cached_file
 

@@ -30,7 +30,7 @@ from specdec.loading.backends import (
 from specdec.loading.cache_format import kv_format, kv_layout, state_group
 from specdec.loading.checkpoint import Checkpoint, parsed_once
 from specdec.loading.cuda_graphs import loading_thread
-from specdec.loading.heads import check_head_type, load_head, read_draft_vocab, split_draft
+from specdec.loading.heads import Draft, check_head_type, load_head, read_draft_vocab, split_draft
 from specdec.loading.names import load_pair
 from specdec.loading.progress import log
 from specdec.loading.quantisation import Dtype
@@ -48,7 +48,7 @@ from specdec.loading.sizes import (
     windowed_pools,
 )
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.targets import open_target
+from specdec.loading.targets import Target, open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.logits.extra import ChangedLogits
 from specdec.logits.logprobs import Logprobs, prompt_rows
@@ -67,8 +67,8 @@ from specdec.wrapped.probing import TargetProbe, probe_target
 
 
 def load_parts(
-    target: str | Path | PreTrainedModel,
-    draft: str | Path | Head | PreTrainedModel | None,
+    target: Target,
+    draft: Draft,
     options: LoadOptions,
     group: Group,
     more_extras: MakeExtras,
@@ -143,9 +143,7 @@ def fingerprint_of(parts: Parts, options: LoadOptions) -> str | None:
     return fingerprint(parts.probed.model, parts.head, files, (path, given, room))
 
 
-def _open(
-    target: str | Path | PreTrainedModel, options: LoadOptions, group: Group
-) -> tuple[PreTrainedModel, Checkpoint | None]:
+def _open(target: Target, options: LoadOptions, group: Group) -> tuple[PreTrainedModel, Checkpoint | None]:
     """The target and where it was read from; kernels and the compiler begin while its weights are read."""
     log.info("loading the target")
 

@@ -38,7 +38,7 @@ from specdec.loading.checkpoint import (
     gguf_types,
 )
 from specdec.loading.load_errors import check_complete, loading_named
-from specdec.loading.names import resolve
+from specdec.loading.names import ModelName, resolve
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     QUANTO_MAP,
@@ -62,6 +62,7 @@ from specdec.wrapped.alterations import without_unpickled
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import check_loaded_target
 
+Target = ModelName | PreTrainedModel
 _GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _WRAPPERS = {
@@ -336,7 +337,7 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def open_target(
-    target: str | Path | PreTrainedModel, options: LoadOptions, on_config: OnConfig, group: Group = ALONE
+    target: Target, options: LoadOptions, on_config: OnConfig, group: Group = ALONE
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 

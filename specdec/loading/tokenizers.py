@@ -15,6 +15,7 @@ from transformers.utils.hub import cached_file
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
+from specdec.loading.names import ModelName
 from specdec.user_warnings import warn_user
 from specdec.values import short
 
@@ -56,7 +57,7 @@ def as_chats(tokenizer: Any, prompts: Iterable[Any]) -> list[Any]:
     return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
 
 
-def load_tokenizer(name: str | Path | Checkpoint) -> Any:
+def load_tokenizer(name: ModelName | Checkpoint) -> Any:
     """Load a tokenizer by its model's name. Raises ModelLoadError: it cannot be loaded."""
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.base import BlockHead
-from drafters.loops.base import BlockChain, Choose, Draft
+from drafters.loops.base import BlockChain, Choose, Draft, Stepped
 
 
 class Independent:
@@ -36,13 +36,11 @@ class Markov(nn.Module):
         self.markov_w1 = nn.Embedding(vocab_size, width)
         self.markov_w2 = nn.Linear(width, draft_vocab_size, bias=False)
 
-    def step(
-        self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def step(self, logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor | None) -> Stepped:
         before, state = self._before(self.markov_w1(previous), hidden, state)
         return logits + self.markov_w2(before), state
 
-    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> Stepped:
         """embedded [R, r] of the token before, hidden [R, H] -> what W2 reads [R, r], and the next state."""
         return embedded, state
 
@@ -54,7 +52,7 @@ class GatedMarkov(Markov):
         super().__init__(vocab_size, draft_vocab_size, hidden_size, width)
         self.gate_proj = nn.Linear(hidden_size + width, width)
 
-    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _before(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> Stepped:
         return embedded * torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), -1))), state
 
 

@@ -6,12 +6,11 @@ import inspect
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention.transport.nixl_agent import NixlTransport
 from attention.transport.region_tables import Bounds, EngineTable, RankTable, bind, check_fingerprints, plan
@@ -19,7 +18,7 @@ from attention.transport.sockets import SocketTransport
 from attention.transport.transports import LocalTransport, Read, ReadPlan, Transport, synchronize
 from specdec.errors import HandoffMismatchError, InvalidInputError, TransferError
 from specdec.extensions.handoff.held import HeldPages
-from specdec.extensions.handoff.moved import Departed, Handoff, Pages
+from specdec.extensions.handoff.moved import Departed, Handoff, Pages, Tensors
 from specdec.extensions.handoff.moving import MovingRequests
 from specdec.requests.request import Update
 from specdec.values import Json, Options, without, wrong
@@ -242,7 +241,7 @@ class Link:
         for rank in self._ranks:
             plan(rank, source.ranks)
 
-    def _wrong_drafts(self, tensors: Mapping[str, Tensor]) -> str:
+    def _wrong_drafts(self, tensors: Tensors) -> str:
         """Why drafts cannot be verified here, "" if they can: an id outside of the vocabulary would end a round."""
         drafts = tensors.get("drafts")
         most = self._model.num_speculative_tokens

@@ -31,7 +31,7 @@ _LONGEST_HEADER = 2**28
 _SECONDS = number("seconds, from 0 on", lambda seconds: 0 <= seconds < math.inf)
 _COUNTS = ("limit", "num_drafts", "sample_index", "preemptions", "prefix_hit_tokens", "cached_tokens")
 
-
+Tensors = Mapping[str, Tensor]
 Pages = tuple[tuple[int, ...], ...]
 """Pages of one request in each of an engine's pools: the target's groups, the first first, then the head's if any."""
 
@@ -96,7 +96,7 @@ class Arrival:
     """What a request that waits for a row brings: filled pages, and tensors (see `Departed`)."""
 
     pages: Pages
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
 
     @property
     def num_drafts(self) -> int:
@@ -118,7 +118,7 @@ class Departed(Update):
     moved: MovedRequest
     lease: str
     pages: Pages
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
 
     @property
     def last(self) -> bool:
@@ -171,7 +171,7 @@ class Handoff:
     expires: float
     moved: MovedRequest | None
     blocks: Mapping[str, tuple[int, ...]]
-    tensors: Mapping[str, Tensor]
+    tensors: Tensors
     completion: Completion | None = None
 
     @property

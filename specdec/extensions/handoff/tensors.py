@@ -10,7 +10,7 @@ distribution is probabilities ("draft_probs"); from graphs it is the head's logi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,12 @@ from specdec.engine.engine import Engine
 from specdec.execution.base import Round
 from specdec.execution.eager import draft_vocab
 from specdec.execution.sampled import SampledDrafts
-from specdec.extensions.handoff.moved import Arrival
+from specdec.extensions.handoff.moved import Arrival, Tensors
 from specdec.ops.draws import Filtered
 from specdec.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from attention.recurrence.runner import StateRunner
-
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from specdec.loading.adapters import with_adapter
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.heads import read_draft_vocab
 from specdec.loading.load_errors import loading_named
-from specdec.loading.names import pair_of
+from specdec.loading.names import ModelName, pair_of
 from specdec.loading.progress import log
 from specdec.loading.quantisation import check_quantisation, stored_quantisation
 from specdec.loading.targets import auto_class
@@ -116,7 +116,7 @@ def _text_ids(tokenizer: Any) -> list[int]:
     return []
 
 
-def _everywhere(name: str | Path) -> str:
+def _everywhere(name: ModelName) -> str:
     """The name, valid in a process that was started in another folder."""
     return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
