@@ -134,7 +134,14 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
 
     def tensor(heads: int, dim: int) -> Tensor:
         inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
-        return zeroed((group.num_pages, *inner, dim), group.format.dtype_for(dtype), device)
+        shape = (group.num_pages, *inner, dim)
+        stored = group.format.dtype_for(dtype)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=stored, device=device)
+        # Each page takes memory when it is first written, where `torch.zeros` writes all of them.
+        memory = torch.from_numpy(np.zeros(math.prod(shape) * stored.itemsize, np.uint8)).untyped_storage()
+        # A tensor of its own and no view, whose base compilers would look at.
+        return torch.empty(0, dtype=stored).set_(memory, 0, shape)  # type: ignore[call-overload]
 
     def layer(number: int, k: AttentionSpec) -> LayerKV:
         keys = tensor(k.num_kv_heads, k.head_dim_k)
@@ -142,15 +149,6 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
         return LayerKV(keys, values, group.layout, k.value_in_key, *group.format.of_layer(number))
 
     return tuple(layer(number, k) for number, k in enumerate(group.attention_specs))
-
-
-def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU each page takes memory when it is first written, where `torch.zeros` writes all of them."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).untyped_storage()
-    # A tensor of its own and no view, whose base compilers would look at.
-    return torch.empty(0, dtype=dtype).set_(memory, 0, shape)  # type: ignore[call-overload]
 
 
 def write(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

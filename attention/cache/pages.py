@@ -274,7 +274,10 @@ class BlockTables:
             # First, so that pages given back serve the rows that grow: `_check_fits` counted them as free.
             for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
                 self._shrink(row, count)
-            self._grow(rows[greater], more[greater])
+            rows, more = rows[greater], more[greater]
+            columns = np.repeat(self._counts[rows], more) + offsets_within(more)
+            self.table[np.repeat(rows, more), columns] = self.allocator.allocate(len(columns))
+            self._counts[rows] += more
         if CHECKS.on:
             self.validate()
 
@@ -293,9 +296,3 @@ class BlockTables:
         self.allocator.release(given_back.tolist())
         given_back[:] = NULL_PAGE  # a stale id would be another row's page by the next round
         self._counts[row] = count
-
-    def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:
-        """more: [len(rows)] pages that each row gets after its own."""
-        columns = np.repeat(self._counts[rows], more) + offsets_within(more)
-        self.table[np.repeat(rows, more), columns] = self.allocator.allocate(len(columns))
-        self._counts[rows] += more

@@ -302,9 +302,23 @@ def choose_at_once(graph: Graph) -> None:
             if found := match(pattern, node):
                 cast = next(iter(node.users), None) if len(node.users) == 1 else None
                 normalised[found["top"]] = (cast if cast is not None and calls(cast, convert) else node), normalise
-    for node in list(graph.nodes):
-        if node.target is aten.topk.default and _is_choice(node):
-            _choose_in(graph, node, *normalised.get(node, (None, "")))
+    for top in [node for node in graph.nodes if node.target is aten.topk.default and _is_choice(node)]:
+        last, normalise = normalised.get(top, (None, ""))
+        scores: Any = top.args[0]
+        softmax = match(_SCORES, scores) if len(scores.users) == 1 and dtype_of(scores) == torch.float32 else None
+        if softmax is not None:
+            scores = softmax["x"]
+            scores = scores.args[0] if calls(scores, convert) else scores
+        value, places = top.meta["val"]
+        value = value if last is None else last.meta["val"]
+        args = (scores, top.args[1], softmax is not None, normalise, value.dtype)
+        with graph.inserting_before(top.next):
+            weight, place = call_of_many(graph, _OURS.best_experts, args, (value, places))
+        for old in results_at(top, 1):
+            old.replace_all_uses_with(place)
+        for old in results_at(top, 0) if last is None else [last]:
+            old.replace_all_uses_with(weight)
+        graph.eliminate_dead_code()
 
 
 def _is_choice(node: Node) -> bool:
@@ -315,25 +329,6 @@ def _is_choice(node: Node) -> bool:
     (chosen, *others) = node.args[1:]
     few = isinstance(experts, int) and experts <= MOST_EXPERTS and isinstance(chosen, int) and chosen <= _MOST_CHOSEN
     return few and tuple(others) in ((), (-1,), (1,), (-1, True), (1, True), (-1, True, True), (1, True, True))
-
-
-def _choose_in(graph: Graph, top: Node, normalised: Node | None, normalise: str) -> None:
-    """normalised: the last node of what becomes of the chosen experts' scores; None: nothing that is known."""
-    scores: Any = top.args[0]
-    softmax = match(_SCORES, scores) if len(scores.users) == 1 and dtype_of(scores) == torch.float32 else None
-    if softmax is not None:
-        scores = softmax["x"]
-        scores = scores.args[0] if calls(scores, convert) else scores
-    value, places = top.meta["val"]
-    value = value if normalised is None else normalised.meta["val"]
-    args = (scores, top.args[1], softmax is not None, normalise, value.dtype)
-    with graph.inserting_before(top.next):
-        weight, place = call_of_many(graph, _OURS.best_experts, args, (value, places))
-    for old in results_at(top, 1):
-        old.replace_all_uses_with(place)
-    for old in results_at(top, 0) if normalised is None else [normalised]:
-        old.replace_all_uses_with(weight)
-    graph.eliminate_dead_code()
 
 
 _VIEWS = (aten.view.default, aten.reshape.default)

@@ -85,8 +85,16 @@ def submissions(
     params = params_of_call(params, left)
     _check_token_types(prompts, model)
     ids = encode_prompts(prompts, tokenizer, most)
+    several = isinstance(params, (list, tuple))
+    each = listed(params)
+    if odd := [one for one in each if not isinstance(one, _ONE)][:1]:
+        hint = "; SamplingParams.from_dict reads a dict" if isinstance(odd[0], dict) else ""
+        raise InvalidInputError(f"params{' has ' if several else '='}{short(odd[0])}: allowed is {_KINDS}{hint}")
+    if several and len(each) != len(ids):
+        raise InvalidInputError(f"{len(each)} SamplingParams for {len(ids)} prompts; give one, or one per prompt")
+    at = [_reader(model, use, left, one) for one in each]  # parameters for all are read once
     found: list[Submission] = []
-    for prompt, params_at in zip(ids, _one_each(params, len(ids), partial(_reader, model, use, left)), strict=True):
+    for prompt, params_at in zip(ids, at if several else at * len(ids), strict=True):
         own = params_at(len(prompt))
         eos = eos_ids(model.generation_config)
         for i in range(own.n):
@@ -147,19 +155,6 @@ def filled(params: SamplingParams, model: Any) -> SamplingParams:
     """
     own = own_fields(model.hf_model, model.generation_config_use)
     return replace(params, **{name: value for name, value in own.items() if getattr(params, name) is None})
-
-
-def _one_each(params: Params, num_prompts: int, read: Callable[[Any], _AtLength]) -> list[_AtLength]:
-    """What `read` makes of the parameters of each prompt; parameters for all are read once."""
-    several = isinstance(params, (list, tuple))
-    each = listed(params)
-    if odd := [one for one in each if not isinstance(one, _ONE)][:1]:
-        hint = "; SamplingParams.from_dict reads a dict" if isinstance(odd[0], dict) else ""
-        raise InvalidInputError(f"params{' has ' if several else '='}{short(odd[0])}: allowed is {_KINDS}{hint}")
-    if several and len(each) != num_prompts:
-        raise InvalidInputError(f"{len(each)} SamplingParams for {num_prompts} prompts; give one, or one per prompt")
-    found = [read(one) for one in each]
-    return found if several else found * num_prompts
 
 
 def _reader(model: PreTrainedModel, use: Use, options: Options, given: Any) -> _AtLength:

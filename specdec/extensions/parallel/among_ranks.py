@@ -149,43 +149,40 @@ class RanksLink(Link):
     """A `Link` of a model with several ranks, on rank 0."""
 
     def _others(self, transport: str | Transport, options: Options) -> tuple[RankTable, ...]:
+        """See `Link._others`; called on rank 0 between two rounds.
+
+        Raises:
+            TransferError: a rank cannot open it; the message names the rank. RanksLostError: a rank is lost.
+        """
         assert isinstance(transport, str)
+        model = self._model
+        channel: Channel = model.ranks.channel
+        secret = secrets.token_bytes(32)
+        key: Key = ("opened", channel.number, secrets.randbits(62))
+        model.engine.guests.held.secret = secret
+        tables = []
         try:
-            others = open_on_other_ranks(self._model, transport, options, self._engine_name)
+            with model.engine.all_ranks():
+                model.engine.tell("transfers", "open", key, transport, options, self._engine_name, secret)
+            answers = channel.workers.wait_answers(key, time.monotonic() + _OPENING)
+            channel.workers.forget_answers(key)
+            for rank in range(1, model.ranks.size):
+                answer = answers.get(rank) or Reply(key, error=f"no answer in {_OPENING:.0f} s")
+                if answer.error:
+                    with model.engine.all_ranks():
+                        model.engine.tell("transfers", "close")
+                    raise TransferError(
+                        f"rank {rank} of this model cannot open the transport {transport!r}: {answer.error}"
+                    )
+                tables.append(answer.table)
         except BaseException:
             self._end.transport.close()
             raise
-        found = self._model.group.run(fingerprint_of_target, self._model.engine)
-        self._weights = fingerprint(self._model, *found)
-        return others
+        self._weights = fingerprint(model, *model.group.run(fingerprint_of_target, model.engine))
+        return tuple(tables)
 
     def _begun(self, own: ReadPlan, handoff: Handoff, number: int, deadline: float) -> Read:
         return RanksRead(self._model, handoff, number, deadline, partial(self._end.read, own))
-
-
-def open_on_other_ranks(model: Any, transport: str, options: Options, engine: str) -> tuple[RankTable, ...]:
-    """Make the other ranks open a transport; returns their tables. Called on rank 0 between two rounds.
-
-    Raises:
-        TransferError: a rank cannot open it; the message names the rank. RanksLostError: a rank is lost.
-    """
-    channel: Channel = model.ranks.channel
-    secret = secrets.token_bytes(32)
-    key: Key = ("opened", channel.number, secrets.randbits(62))
-    model.engine.guests.held.secret = secret
-    with model.engine.all_ranks():
-        model.engine.tell("transfers", "open", key, transport, options, engine, secret)
-    answers = channel.workers.wait_answers(key, time.monotonic() + _OPENING)
-    channel.workers.forget_answers(key)
-    tables = []
-    for rank in range(1, model.ranks.size):
-        answer = answers.get(rank) or Reply(key, error=f"no answer in {_OPENING:.0f} s")
-        if answer.error:
-            with model.engine.all_ranks():
-                model.engine.tell("transfers", "close")
-            raise TransferError(f"rank {rank} of this model cannot open the transport {transport!r}: {answer.error}")
-        tables.append(answer.table)
-    return tuple(tables)
 
 
 class RanksRead:

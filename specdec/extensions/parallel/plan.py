@@ -46,6 +46,9 @@ _LEFT_WHOLE = frozenset(
 _SERVED = frozenset({_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL, "packed_colwise", "packed_rowwise", "local_params"})
 _ABSORBABLE = frozenset({"DeepseekV2Attention", "DeepseekV3Attention"})
 """Attention with a latent whose forward derives the number of heads from the width of its projections' outputs."""
+_FUSED_PAIR = {"gate_up_proj": "colwise_gather_output", "down_proj": "rowwise_split_input"}
+"""transformers' styles for a feed-forward part with gate and up in one projection, behind which its plan gathers.
+Divided in two halves each, it needs no gather: its forward splits its input in the middle."""
 _GPT_OSS_EXPERTS = {
     "gate_up_proj": _BY_INPUT,  # [E, H, 2I], gate and up in turn: the last dimension
     "gate_up_proj_bias": _BY_INPUT,
@@ -121,7 +124,10 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
     for pattern, module in own.items():
         if hasattr(module, "o_proj"):
             kv_cut |= _divide_attention(name, pattern, module, styles, size)
-        elif _is_fused_pair(module, f"{pattern}.gate_up_proj", f"{pattern}.down_proj", given):
+        elif all(
+            type(getattr(module, part, None)) is nn.Linear and given.get(f"{pattern}.{part}") == style
+            for part, style in _FUSED_PAIR.items()
+        ):
             styles |= {f"{pattern}.gate_up_proj": "packed_colwise", f"{pattern}.down_proj": _BY_INPUT}
         elif type(module).__name__ == "GptOssExperts":
             styles |= {f"{pattern}.{part}": style for part, style in _GPT_OSS_EXPERTS.items()} | {pattern: _EXPERTS}
@@ -132,13 +138,6 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
             "load it without tensor_parallel_size"
         )
     return ShardingPlan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
-
-
-def _is_fused_pair(module: Any, up: str, down: str, given: Mapping[str, str]) -> bool:
-    """Whether a feed-forward part has gate and up in one projection, behind which transformers' plan gathers. Divided
-    in two halves each, it needs no gather: its forward splits its input in the middle."""
-    linear = all(type(getattr(module, part, None)) is nn.Linear for part in ("gate_up_proj", "down_proj"))
-    return linear and (given.get(up), given.get(down)) == ("colwise_gather_output", "rowwise_split_input")
 
 
 def _owner(pattern: str, own: Mapping[str, nn.Module]) -> bool:

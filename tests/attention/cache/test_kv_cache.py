@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from attention.backends.reference import TorchBackend, attend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write, zeroed
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -151,7 +151,10 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 def test_pages_take_no_memory_before_they_are_written() -> None:
     before = resident_bytes()
-    made = [zeroed((1 << 14, 16, 2, 64), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16, FP8)]
+    layers = (AttentionSpec(4, 2, 64, 64, scale=0.25),)
+    groups = [CacheGroup("target", layers, 1 << 14, 16, "NHD", KVFormat(dtype)) for dtype in (None, FP8)]
+    kinds = ((torch.float32, groups[0]), (torch.bfloat16, groups[0]), (torch.bfloat16, groups[1]))
+    made = [allocate(each, dtype, CPU)[0].keys for dtype, each in kinds]
     # Half: other threads of the process take memory meanwhile.
     assert resident_bytes() - before < sum(each.nbytes for each in made) // 2
     assert all(not each[-1].float().any() and each.is_contiguous() for each in made)
