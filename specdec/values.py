@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -25,6 +25,8 @@ Fields = Mapping[str, Any]
 Options = dict[str, Any]
 """Options by name, as a call or a file gives them."""
 TokenIds = tuple[int, ...]
+IdSequence = Sequence[int]
+"""Ids of tokens or of requests, to be read."""
 Function = Callable[..., Any]
 Reader = Callable[[str, Any], Any]
 """(name, value given) -> the value that is kept. Raises InvalidInputError, by name: a value that is not allowed."""

@@ -17,6 +17,9 @@ from specdec.requests.noise import perturbed
 from specdec.requests.target_probs import draw, target_probs
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
 
+Drafted = Draft | None
+"""The drafts of a round; None where there are none."""
+
 
 @dataclass(frozen=True)
 class DraftVocab:
@@ -69,7 +72,7 @@ def keyed_ids(logits: Tensor, index: Tensor, sampling: DeviceSampling) -> Tensor
     return greedy_ids(perturbed(logits[index.reshape(-1)], sampling.tensors.rows(owner), seeds)).view(rows, width)
 
 
-def in_order(draft: Draft | None, round_: DeviceRound) -> Draft | None:
+def in_order(draft: Drafted, round_: DeviceRound) -> Drafted:
     """Drafts whose row i belongs to row i of the round."""
     if draft is None or round_.sources is None:
         return draft
@@ -83,7 +86,7 @@ def rows_of(draft: Draft, rows: np.ndarray, width: int) -> Draft:
     return Draft(draft.token_ids[rows, :width].contiguous(), probs)
 
 
-def fill_drafts(round_: DeviceRound, draft: Draft | None) -> Tensor:
+def fill_drafts(round_: DeviceRound, draft: Drafted) -> Tensor:
     """Token ids [T] of the next target forward with the drafts in their places, on the device."""
     if draft is None or not draft.token_ids.numel():
         return round_.token_ids
@@ -91,7 +94,7 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> Tensor:
     return round_.token_ids.index_copy_(0, round_.draft_places, chosen)
 
 
-def filled_drafts(round_: DeviceRound, token_ids: Tensor, draft: Draft | None) -> Draft:
+def filled_drafts(round_: DeviceRound, token_ids: Tensor, draft: Drafted) -> Draft:
     """All drafts [J, n] of a round in which the host gives some, from token ids with all drafts in their places.
 
     draft: the draft loop's drafts, in the order of the round; None if the host gives all.
@@ -104,7 +107,7 @@ def filled_drafts(round_: DeviceRound, token_ids: Tensor, draft: Draft | None) -
     return Draft(filled, draft.probs, replaced)
 
 
-def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
+def judge(logits: Tensor, round_: DeviceRound, draft: Drafted, vocab: DraftVocab | None) -> PackedResult:
     """Decide which drafts are accepted, by logits [R', V] of the decided rows, and pack the result for the host."""
     sampling = round_.sampling
     index = round_.logit_index
@@ -130,14 +133,14 @@ def judge(logits: Tensor, round_: DeviceRound, draft: Draft | None, vocab: Draft
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
-def judge_greedy(ids: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+def judge_greedy(ids: Tensor, round_: DeviceRound, draft: Drafted) -> PackedResult:
     """Accept the drafts that are the tokens of their places, ids [J, n+1] int64: of greedy rows the arg max."""
     drafts = _every_row(draft, round_)
     result = accept_greedy(drafts, round_.num_drafts, ids)
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
-def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> Tensor:
+def fill_from_loop(round_: DeviceRound, draft: Drafted) -> Tensor:
     """`fill_drafts` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
     if draft is None or not draft.token_ids.numel() or not _has_kernels(round_.token_ids):
         return fill_drafts(round_, in_order(draft, round_))
@@ -149,7 +152,7 @@ def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> Tensor:
     return round_.token_ids
 
 
-def judge_from_loop(greedy: Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+def judge_from_loop(greedy: Tensor, round_: DeviceRound, draft: Drafted) -> PackedResult:
     """`judge_greedy` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel.
 
     greedy: [R'] int64, the arg max of the decided rows' logits.
@@ -178,7 +181,7 @@ def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[Tensor, Tensor]:
+def _by_source(draft: Drafted, round_: DeviceRound) -> tuple[Tensor, Tensor]:
     """Drafts [S, n or more] and the rows of them [R] that belong to the first R rows of the round."""
     if draft is None:
         return round_.logit_index, round_.num_drafts[:0]  # no row has drafts, so none are read
@@ -187,7 +190,7 @@ def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[Tensor, Tensor
     return draft.token_ids, round_.sources
 
 
-def _every_row(draft: Draft | None, round_: DeviceRound) -> Tensor:
+def _every_row(draft: Drafted, round_: DeviceRound) -> Tensor:
     """Drafts [J, n] int64; rows after those that draft have zeros."""
     places = round_.logit_index[:, 1:]
     if draft is not None and draft.token_ids.shape == places.shape:

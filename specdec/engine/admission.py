@@ -19,6 +19,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
 from specdec.rounds.extras import NEEDS_AN_EXTRA, TokenContext
 from specdec.rounds.randomness import request_key
+from specdec.values import IdSequence
 from specdec.wrapped.target import Target
 
 
@@ -34,7 +35,7 @@ class Admission:
         target: Target,
         tokenizer: Tokenizer,
         config: EngineConfig,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: IdSequence,
         capacity_tokens: int,
         windowed: Sequence[WindowedTables] = (),
     ) -> None:
@@ -49,7 +50,7 @@ class Admission:
         self._capacity = capacity_tokens
         self._windowed = tuple(windowed)
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams, prompt_alone: bool = False) -> int:
+    def check(self, token_ids: IdSequence, params: SamplingParams, prompt_alone: bool = False) -> int:
         """Check that a request can be served.
 
         prompt_alone: the request leaves this engine with its first token, so the cache must hold only its prompt.
@@ -104,11 +105,11 @@ class Admission:
     def request(
         self,
         request_id: int,
-        token_ids: Sequence[int],
+        token_ids: IdSequence,
         params: SamplingParams,
         limit: int,
         sample_index: int,
-        eos_token_ids: Sequence[int] | None,
+        eos_token_ids: IdSequence | None,
     ) -> Request:
         """A waiting request. limit: the result of `check`; for the others see `Engine.submit`."""
         config = self.config
@@ -130,9 +131,7 @@ class Admission:
             times=Times(time.perf_counter()),
         )
 
-    def _prepared(
-        self, params: SamplingParams, eos_token_ids: Sequence[int], token_ids: Sequence[int]
-    ) -> SamplingParams:
+    def _prepared(self, params: SamplingParams, eos_token_ids: IdSequence, token_ids: IdSequence) -> SamplingParams:
         """The parameters as the extras need them. Raises InvalidInputError: an extra refuses them, or is missing."""
         extras = self.config.extras
         for option in NEEDS_AN_EXTRA:
@@ -154,7 +153,7 @@ class Admission:
                 f"{MOST_ROW_BYTES / 2**30:.0f} GiB a request: lower max_new_tokens, or ask for logprobs"
             )
 
-    def check_prompt(self, prompt: Sequence[int]) -> None:
+    def check_prompt(self, prompt: IdSequence) -> None:
         """Raises InvalidInputError: no tokens, too many, or ids that are no text."""
         if not len(prompt):
             raise InvalidInputError("the prompt is empty; at least one token is needed")
@@ -170,7 +169,7 @@ class Admission:
             )
         self.check_ids("", prompt)
 
-    def check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+    def check_ids(self, where: str, token_ids: IdSequence) -> None:
         """Raises InvalidInputError: an id outside the vocabulary. where: what the message begins with."""
         largest = self._target.num_embeddings - 1
         bad = [t for t in token_ids if not 0 <= t <= largest][:1]

@@ -32,6 +32,7 @@ from specdec.requests.request import Request, RowRound, Update, request_failed, 
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
+from specdec.values import IdSequence
 from specdec.wrapped.changes import WeightVersions
 from specdec.wrapped.target import Target
 
@@ -80,7 +81,7 @@ class Engine:
         drafter: Drafter | None,
         tokenizer: Tokenizer,
         config: EngineConfig,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: IdSequence,
         executor: Executor | None = None,
         versions: WeightVersions | None = None,
     ) -> None:
@@ -184,10 +185,10 @@ class Engine:
 
     def submit(
         self,
-        token_ids: Sequence[int],
+        token_ids: IdSequence,
         params: SamplingParams,
         sample_index: int = 0,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: IdSequence | None = None,
     ) -> int:
         """Queue a request, which joins the batch between two rounds; its id.
 
@@ -215,7 +216,7 @@ class Engine:
             self.scheduler.waiting.append(request)
         return request.id
 
-    def arrange(self, request_ids: Sequence[int]) -> None:
+    def arrange(self, request_ids: IdSequence) -> None:
         """Reorder the requests of one call, just queued, by `admission_order` of their numbers of new tokens."""
         queued = [self._requests[request_id] for request_id in request_ids]
         lengths = [1 if r.leaves else r.limit - len(r.committed) for r in queued]
@@ -225,10 +226,9 @@ class Engine:
                 request.turn, request.batch = turn, request_ids[0]
             self.scheduler.arrange(ordered)
 
-    def add_wait(self, request_ids: Sequence[int], seconds: float) -> None:
+    def add_wait(self, request_ids: IdSequence, seconds: float) -> None:
         """Add seconds that these requests, just queued, waited for the engine."""
-        for request_id in request_ids:
-            request = self._requests[request_id]
+        for request in [self._requests[request_id] for request_id in request_ids]:
             request.times.submitted -= seconds
             self.deadlines.add(request)
 
@@ -254,7 +254,7 @@ class Engine:
             if (prefixes := self.scheduler.prefixes) is not None:
                 prefixes.clear()
 
-    def abort(self, request_ids: Sequence[int]) -> None:
+    def abort(self, request_ids: IdSequence) -> None:
         """Remove requests, waiting or running; their rows and pages are free at once."""
         with self.change:
             for request_id in request_ids:

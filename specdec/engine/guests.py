@@ -9,6 +9,7 @@ from numpy import ndarray
 
 from attention.cache.pages import BlockTables
 from drafters.loops.base import Draft
+from specdec.acceptance.judge import Drafted
 from specdec.execution.base import Round
 from specdec.requests.request import Request, Update
 from specdec.rounds.rows import Schedule
@@ -54,7 +55,7 @@ class Guests(Protocol):
     def discard(self, request: Request) -> None:
         """Called when a request is removed from the scheduler. Idempotent."""
 
-    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
+    def join(self, round_: Round, draft: Drafted) -> Drafted:
         """The drafts of a round with those that entered rows have brought along; called once after each schedule."""
 
     def leave(self, owners: Sequence[Request | None], drafts_of: DraftsOf) -> None:

@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from drafters.loops.base import Draft
-from specdec.acceptance.judge import rows_of
+from specdec.acceptance.judge import Drafted, rows_of
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, ending_tokens
@@ -40,7 +40,7 @@ class LaunchedRound:
     schedule: Schedule
     target: TargetArrays
     device: Round
-    draft: Draft | None
+    draft: Drafted
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Launcher:
         self._reserved: RoundTables | None = None
 
     def launch(
-        self, last: VerifyingRound | None = None, committed: Committed | None = None, draft: Draft | None = None
+        self, last: VerifyingRound | None = None, committed: Committed | None = None, draft: Drafted = None
     ) -> LaunchedRound | None:
         """Launch the next round; None when there is no work.
 
@@ -138,7 +138,7 @@ class Launcher:
 
     def _cut(
         self, schedule: Schedule, target: TargetArrays, device: Round, draft: Draft, kept: Tensor
-    ) -> tuple[Schedule, TargetArrays, Round, Draft | None]:
+    ) -> tuple[Schedule, TargetArrays, Round, Drafted]:
         """The round with the `kept` [R] leading drafts of the rows that the draft loop drafted for.
 
         It is sent again if these are fewer: the target reads fewer tokens. Rows that keep none go behind rows
@@ -175,7 +175,7 @@ class Launcher:
         return self.launch(current, committed, current.verification.launch_steps(outcome.num_accepted))
 
     def drafts_of(
-        self, last: VerifyingRound, committed: Committed, draft: Draft | None, schedule: Schedule
+        self, last: VerifyingRound, committed: Committed, draft: Drafted, schedule: Schedule
     ) -> tuple[Draft, ndarray]:
         """Drafts of some rows after `last`, which no round of this engine verifies.
 
@@ -211,7 +211,7 @@ class Launcher:
         schedule: Schedule,
         target: TargetArrays,
         device: Round,
-        draft: Draft | None,
+        draft: Drafted,
         verification: Verification | None = None,
     ) -> LaunchedRound:
         """Count a round that is sent. On a GPU, queue its verification, if it is not launched with it, after the draft
@@ -267,7 +267,7 @@ class Launcher:
         device, following = self.send(target, rows, verification.launch_next)
         return self.launched(current.schedule, target, device, None, following)
 
-    def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
+    def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Drafted) -> LaunchedRound | None:
         """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft, and none
         awaits drafts of the host."""
         if draft is None or self._reserved is None or self._table.awaits(current.schedule.rows):

@@ -35,6 +35,8 @@ from specdec.requests.request import Call, Update
 from specdec.requests.submission import Check, Submits
 from specdec.torch_state import at_home
 
+Placed = tuple[int, Update]
+"""The index of a request in its call, and its update."""
 CLOSED = (
     "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
     "load one that was divided among ranks by its name"
@@ -166,7 +168,7 @@ class SharedEngine:
             raise
         return own
 
-    def next(self, call: Call) -> tuple[int, Update] | None:
+    def next(self, call: Call) -> Placed | None:
         """The call's next update, with its request's index in the call; runs rounds until an update arrives.
 
         None when all requests of the call have ended.
@@ -195,7 +197,7 @@ class SharedEngine:
         finally:
             self._pass_on()
 
-    def received(self, call: Call) -> list[tuple[int, Update]]:
+    def received(self, call: Call) -> list[Placed]:
         """The updates already in the inbox, with their requests' indices. Never waits; one thread at a time."""
         found = []
         while not call.inbox.empty():
@@ -203,7 +205,7 @@ class SharedEngine:
                 found.append(placed)
         return found
 
-    def _placed(self, call: Call, update: Update) -> tuple[int, Update] | None:
+    def _placed(self, call: Call, update: Update) -> Placed | None:
         """An update with its request's index, None where the call has let go of it; the last one ends the request."""
         place = call.places.get(update.request_id)
         if update.last:

@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftInput, DraftLoop, FixedLoop
+from specdec.acceptance.judge import Drafted
 from specdec.execution.readback import HostReads, Readback
 from specdec.execution.sampled import SampledDrafts
 from specdec.rounds.randomness import SamplingRound
@@ -156,8 +157,8 @@ class Executor(Protocol):
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Lay out a round and send it; `draft` is None when no draft loop starts from aux hidden states."""
 
-    def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: Tensor) -> Drafted:
         """Launch the draft loop that was sent; None when the round has none."""
 
-    def verify(self, round_: Round, draft: Draft | None) -> Verification:
+    def verify(self, round_: Round, draft: Drafted) -> Verification:
         """Launch the target forward and the acceptance of its drafts, and start reading the result."""

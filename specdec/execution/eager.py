@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.loops.base import Choose, Draft, DraftInput
+from drafters.loops.base import Choose, DraftInput
 from specdec.acceptance.judge import (
+    Drafted,
     DraftVocab,
     choose_greedy,
     choose_keyed,
@@ -56,7 +57,7 @@ class EagerExecutor:
         self.transfers += 1
         return Round(target, sent, None, drafting)
 
-    def draft(self, round_: Round, aux_hidden_states: Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: Tensor) -> Drafted:
         sent = round_.sent
         drafter = self.drafter
         if sent is None or round_.drafting is None or drafter is None:
@@ -73,7 +74,7 @@ class EagerExecutor:
             choose = limited(self._extras, round_.target.extras, choose, vocab.target_ids, vocab.size)
         return drafter.loop.run(round_.drafting, drafter.runner, aux_hidden_states, choose)
 
-    def verify(self, round_: Round, draft: Draft | None) -> Verification:
+    def verify(self, round_: Round, draft: Drafted) -> Verification:
         device = round_.sent
         assert device is not None
         planned = self.target.runner.plan(device.metadata)

@@ -25,7 +25,7 @@ from torch import Tensor
 from attention.hf.gate import gate_of
 from attention.staging import on_device
 from drafters.loops.base import Draft, DraftInput, FixedLoop, FixedSteps, GraphLoop, PrefillPasses
-from specdec.acceptance.judge import fill_from_loop, filled_drafts, in_order, judge_from_loop
+from specdec.acceptance.judge import Drafted, fill_from_loop, filled_drafts, in_order, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.compiling import (
     compiled,
@@ -251,7 +251,7 @@ class GraphExecutor:
     def draft(self, round_: Round, aux_hidden_states: Tensor) -> None:
         """See `Executor.draft`: the graphs have drafted."""
 
-    def verify(self, round_: Round, draft: Draft | None) -> Verification:
+    def verify(self, round_: Round, draft: Drafted) -> Verification:
         """See `Executor.verify`. The draft prefill, if any, is launched after it."""
         if round_.bucket is None:
             return self._verify_ragged(round_, draft)
@@ -289,7 +289,7 @@ class GraphExecutor:
         self._sent += 1
         torch.where(known >= 0, known, drafts, out=drafts)
 
-    def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
+    def _verify_ragged(self, round_: Round, draft: Drafted) -> Verification:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         device = round_.sent
         assert device is not None
@@ -321,7 +321,7 @@ class GraphExecutor:
         self,
         logits: Tensor,
         device: DeviceRound,
-        draft: Draft | None,
+        draft: Drafted,
         sent: SamplingRound | None,
         sources: Tensor | None,
     ) -> PackedResult:

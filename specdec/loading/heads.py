@@ -28,7 +28,7 @@ from specdec.options import LoadOptions
 from specdec.options.generation_config import eos_ids
 from specdec.requests.prompts import encode_prompts
 from specdec.user_warnings import warn_user
-from specdec.values import Options, TokenIds, short, token_ids, whole, wrong
+from specdec.values import IdSequence, Options, TokenIds, short, token_ids, whole, wrong
 from specdec.wrapped.group import ALONE, Group
 from specdec.wrapped.probing import TargetProbe
 
@@ -337,7 +337,7 @@ def draft_vocab_of(texts: Iterable[str | Sequence[int]], size: int, tokenizer: A
     return ids_of(most_frequent(counts, min(size, int((counts > 0).sum())))).tolist()
 
 
-def _counted(ids: Sequence[int]) -> Tensor:
+def _counted(ids: IdSequence) -> Tensor:
     """A text's token ids, to be counted. Raises InvalidInputError: an id that no vocabulary has."""
     for each in (min(ids, default=0), max(ids, default=0)):
         whole("a token id of texts", each, 0, _LARGEST_ID)
@@ -364,7 +364,7 @@ def read_draft_vocab(given: str | Sequence[int] | None) -> TokenIds | None:
     return token_ids(f"draft_vocab={given!r}", found)
 
 
-def draft_on(head: Head, ids: Sequence[int], probed: TargetProbe, tokenizer: Any, group: Group = ALONE) -> None:
+def draft_on(head: Head, ids: IdSequence, probed: TargetProbe, tokenizer: Any, group: Group = ALONE) -> None:
     """Let a head that was just read draft on some tokens, and on the target's end and special tokens.
 
     group: all of it call this and draft on the same tokens, though the first process alone has the tokenizer.

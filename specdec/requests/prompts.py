@@ -10,7 +10,7 @@ from attention.errors import named_error
 from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.options.arguments import CHAT_OPTIONS, FIRST, RIGHT_CALLS, given_once, unexpected
 from specdec.requests.chats import chat_ids, chat_text, num_characters, with_options
-from specdec.values import Fields, Options, flag, is_whole, short, without_none
+from specdec.values import Fields, IdSequence, Options, flag, is_whole, short, without_none
 
 Prompts = Any
 """str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
@@ -210,7 +210,7 @@ def _tokenised(text: str, tokenizer: Any) -> list[int]:
         ) from error
 
 
-def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:
+def _check_padding(ids: IdSequence, tokenizer: Any) -> None:
     """Refuse ids that begin or end with the pad id: most likely padding, which without a mask is read as text."""
     pad = getattr(tokenizer, "pad_token_id", None)
     own = {getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id")}
@@ -258,7 +258,7 @@ def _rows(name: str, given: Any) -> list[list[int]]:
     raise InvalidInputError(f"{name} is a list of whole numbers or a list of such lists, not {_shown(given)}")
 
 
-def _unpadded(ids: Sequence[int], mask: Sequence[int]) -> _Masked:
+def _unpadded(ids: IdSequence, mask: Sequence[int]) -> _Masked:
     """The ids under the ones of their mask, which must be in one piece."""
     if odd := sorted(set(mask) - {0, 1}):
         raise InvalidInputError(f"attention_mask has {odd[0]}: allowed are 0 and 1")

@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from attention.cached import cached_property
 from attention.errors import named_error
 from specdec.errors import InvalidInputError
+from specdec.values import IdSequence
 
 UNFINISHED = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -203,7 +204,7 @@ class Detokenizer:
         self._cut_text = 0
         return passed
 
-    def push(self, token_ids: Sequence[int]) -> str:
+    def push(self, token_ids: IdSequence) -> str:
         """Read the next tokens; return the text that left `tail` before them, because the window had become long."""
         passed = self._move_on() if self._run is None and self._cut - self._mark >= _WINDOW else ""
         for token_id in token_ids:
@@ -284,13 +285,13 @@ class TextStream:
         self._specials: list[tuple[int, str]] = []  # (characters before it, as it is written) of each special token
         self._cut: int | None = None
 
-    def rewind(self, token_ids: Sequence[int], num_shown: int) -> None:
+    def rewind(self, token_ids: IdSequence, num_shown: int) -> None:
         """Back to where only these new tokens were read, and `num_shown` characters of their text shown."""
         self._start()
         self.push(token_ids, len(token_ids))
         self._mark_shown(num_shown)
 
-    def push(self, token_ids: Sequence[int], num: int) -> int | None:
+    def push(self, token_ids: IdSequence, num: int) -> int | None:
         """Read on to the first `num` of the request's new tokens.
 
         Returns:
@@ -323,7 +324,7 @@ class TextStream:
         if self._specials:
             self._specials = [(at, special) for at, special in self._specials if at >= self.num_shown]
 
-    def finish(self, token_ids: Sequence[int]) -> tuple[str, str]:
+    def finish(self, token_ids: IdSequence) -> tuple[str, str]:
         """The whole text of a request that ended with these new tokens, and the part that was not shown yet."""
         text = self._vocabulary.decode(list(token_ids))[: self._cut]
         return text, text[self.num_shown :]

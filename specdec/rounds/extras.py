@@ -21,7 +21,7 @@ from drafters.loops.base import Choose, Draft
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import ExtraColumns
 from specdec.rounds.transfer import DeviceRound
-from specdec.values import Json, TokenIds
+from specdec.values import IdSequence, Json, TokenIds
 
 NEEDS_AN_EXTRA = ("grammar",)
 """Options of `SamplingParams` that the core has, and only an extra serves."""
@@ -105,7 +105,7 @@ class RoundExtra:
         """Its columns of an empty row table."""
         return ExtraColumns()
 
-    def prepared(self, params: SamplingParams, context: TokenContext, prompt_ids: Sequence[int]) -> SamplingParams:
+    def prepared(self, params: SamplingParams, context: TokenContext, prompt_ids: IdSequence) -> SamplingParams:
         """The parameters of one request, checked and made ready for its rounds. Raises InvalidInputError."""
         return params
 
@@ -172,6 +172,8 @@ class RoundExtra:
         return None
 
 
+OfExtras = Sequence[BatchExtra | None]
+"""What a batch has of each extra; None where it needs nothing of it."""
 MakeExtras = Callable[[bool, bool], tuple[RoundExtra, ...]]
 """Makes extras at loading: whether one process decides, and whether only greedy requests may be given drafts."""
 
@@ -216,7 +218,7 @@ def adjusted(extras: Sequence[RoundExtra], logits: Tensor, round_: DeviceRound) 
 
 
 def read_early(
-    extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], in_order: Callable[[], Draft | None]
+    extras: Sequence[RoundExtra], arrays: OfExtras, in_order: Callable[[], Draft | None]
 ) -> EarlyDrafts | None:
     """Start reading the drafts if an extra needs them. To be called before the verification is launched.
 
@@ -238,7 +240,7 @@ def read_early(
 
 def rewritten(
     extras: Sequence[RoundExtra],
-    arrays: Sequence[BatchExtra | None],
+    arrays: OfExtras,
     logits: Tensor,
     round_: DeviceRound,
     drafts: EarlyDrafts | None = None,
@@ -252,7 +254,7 @@ def rewritten(
 
 def limited(
     extras: Sequence[RoundExtra],
-    arrays: Sequence[BatchExtra | None],
+    arrays: OfExtras,
     choose: Choose,
     target_ids: Tensor,
     vocab_size: int,
@@ -270,7 +272,7 @@ def limited(
     return within
 
 
-def noted(extras: Sequence[RoundExtra], arrays: Sequence[BatchExtra | None], decision: Decision) -> tuple[Tensor, ...]:
+def noted(extras: Sequence[RoundExtra], arrays: OfExtras, decision: Decision) -> tuple[Tensor, ...]:
     """See `RoundExtra.notes`. arrays: one entry for each extra."""
     for extra, own in zip(extras, arrays, strict=False):
         if own is not None and (notes := extra.notes(own, decision)):

@@ -12,6 +12,7 @@ from numpy import ndarray
 
 from attention.batch.host import BatchExtra
 from specdec.requests.sampling import SamplingArrays, SamplingParams
+from specdec.values import IdSequence
 
 Reads = Sequence[tuple[int, int]]
 """Rows and how many tokens of their prompts are read in a round."""
@@ -152,7 +153,7 @@ class RowTable:
         drafts: int,
         key: int,
         params: SamplingParams,
-        eos_ids: Sequence[int] = (),
+        eos_ids: IdSequence = (),
         prefill: int | None = None,
         begin: int = 0,
         longest: int | None = None,
@@ -190,7 +191,7 @@ class RowTable:
             columns.open(self, row, params)
         return self._free.pop()
 
-    def give(self, row: int, token_ids: Sequence[int], awaited: bool) -> None:
+    def give(self, row: int, token_ids: IdSequence, awaited: bool) -> None:
         """Drafts of the row's next round, after its last committed token; an extra gives them anew after each commit.
 
         Without a head they are the row's drafts, with one they replace as many of the head's.

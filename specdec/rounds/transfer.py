@@ -285,6 +285,7 @@ class SamplingSection:
 
 Groups = tuple[int, ...]
 """Pages on the list of each of the target's further cache groups."""
+_Largest = tuple[list[Field], Bucket]
 _BUCKETS = 256
 """Sizes of rounds whose bucket a transfer keeps."""
 
@@ -373,7 +374,7 @@ def staging_bytes(loop: AnyLoop | None, config: EngineConfig) -> int:
     return max(largest, layout_of(*_largest_verification(config)).nbytes + ahead)
 
 
-def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
+def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> _Largest:
     """Every array that a round may send, and a bucket that every round fits in. section: the draft loop's."""
     limits = loop_limits(config)
     groups = group_entries(config)
@@ -381,7 +382,7 @@ def _largest(section: LoopSection[Any, Any] | None, config: EngineConfig) -> tup
     return [*fields, *(() if section is None else section.fields)], _bucket(section, limits, groups, limits)
 
 
-def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
+def _largest_verification(config: EngineConfig) -> _Largest:
     """The same for a verification alone."""
     bucket = _verification_bucket(loop_limits(config), group_entries(config))
     return list(_verification(config).fields), bucket
@@ -391,7 +392,7 @@ def _verification(config: EngineConfig) -> VerificationSection:
     return VerificationSection(len(config.windowed), make_sections(config.extras, False))
 
 
-def _largest_ahead(passes: PrefillPasses, config: EngineConfig) -> tuple[list[Field], Bucket]:
+def _largest_ahead(passes: PrefillPasses, config: EngineConfig) -> _Largest:
     """The same for a draft prefill that is launched before its verification is read."""
     section = AheadSection(passes)
     return list(section.fields if passes.count else ()), _ahead_bucket(section, loop_limits(config))

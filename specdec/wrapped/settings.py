@@ -68,6 +68,9 @@ class _Place(NamedTuple):
         return self.owner, self.name
 
 
+_Places = Iterator[_Place]
+
+
 class ChangedSetting(NamedTuple):
     """A setting that is another now: its name in words, and its values."""
 
@@ -172,7 +175,7 @@ class Settings:
         hiding = (each for each in self._added() if hasattr(owners.get(id(each.held_by)), each.name))
         return next((f"{each.owner}.{each.name}" for each in hiding), None)
 
-    def _added(self) -> Iterator[_Place]:
+    def _added(self) -> _Places:
         known = {place.key for place in self.places} | self.moving
         return (place for place in Settings.of(*self.roots).places if place.key not in known)
 
@@ -207,7 +210,7 @@ def _comparable(value: Any, depth: int = 3) -> Any:
     return frozenset(value) if isinstance(value, set) else tuple(_comparable(item, depth - 1) for item in value)
 
 
-def _places(named: list[tuple[str, nn.Module]]) -> Iterator[_Place]:
+def _places(named: list[tuple[str, nn.Module]]) -> _Places:
     modules = [module for _, module in named]
     for name, module in named:
         yield from _of_module(name or type(module).__name__, module)
@@ -228,7 +231,7 @@ def _attends(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__ or any(handle in vars(module) for handle in _HANDLES)
 
 
-def _of_module(name: str, module: nn.Module) -> Iterator[_Place]:
+def _of_module(name: str, module: nn.Module) -> _Places:
     own = vars(module)
     attends = _attends(module)
     left_out = _OF_EVERY_MODULE | _MOVING | _OURS
@@ -242,7 +245,7 @@ def _of_module(name: str, module: nn.Module) -> Iterator[_Place]:
         yield _Place(name, own, attribute, attends or any(part in attribute for part in _READ_BY_ATTENTION))
 
 
-def _of_configurations(named: list[tuple[str, nn.Module]]) -> Iterator[_Place]:
+def _of_configurations(named: list[tuple[str, nn.Module]]) -> _Places:
     seen: set[int] = set()
     for name, module in named:
         config = vars(module).get("config")
@@ -256,7 +259,7 @@ def _of_configurations(named: list[tuple[str, nn.Module]]) -> Iterator[_Place]:
                 yield _Place(f"{name}.config".removeprefix("."), vars(config), attribute, built_in)
 
 
-def _of_class(kind: type, attends: bool) -> Iterator[_Place]:
+def _of_class(kind: type, attends: bool) -> _Places:
     if kind.__module__.partition(".")[0] in ("attention", "drafters", "specdec", "builtins"):
         return
     of_every_model = kind in PreTrainedModel.__mro__

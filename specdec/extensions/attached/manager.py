@@ -26,7 +26,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import from_generation_config
-from specdec.values import Json, Options, listed, without, without_none
+from specdec.values import IdSequence, Json, Options, listed, without, without_none
 
 _FEATURES = ("temperature", "top_k", "top_p")
 """Options that `add_request` takes for one request, as transformers'."""
@@ -167,7 +167,7 @@ class Manager:
 
     def add_request(
         self,
-        input_ids: Sequence[int],
+        input_ids: IdSequence,
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         streaming: bool = False,

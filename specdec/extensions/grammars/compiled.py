@@ -26,7 +26,7 @@ from specdec.extensions.grammars.schemas import MarkerFinder, readable, strings_
 from specdec.extensions.grammars.worker import GrammarThread, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
-from specdec.values import Json, short
+from specdec.values import IdSequence, Json, short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
@@ -79,7 +79,7 @@ class CompiledGrammar:
     _turns: Iterator[int] = field(init=False, repr=False, default_factory=itertools.count)
     _requests: Iterator[int] = field(init=False, repr=False, default_factory=itertools.count)
 
-    def begins_after(self, prompt_ids: Sequence[int]) -> bool:
+    def begins_after(self, prompt_ids: IdSequence) -> bool:
         """Whether it begins with the first new token: without a marker, or where the prompt ends with the marker's text
         and nothing but white space after it, of at most 64 tokens."""
         if self.begin is None:

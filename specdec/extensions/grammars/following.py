@@ -17,7 +17,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.extensions.grammars.compiled import STUCK, CompiledGrammar, GrammarCompiler, Ids, compiler_of
 from specdec.requests.grammar import Grammar, TokenMatcher
 from specdec.rounds.extras import TokenContext
-from specdec.values import TokenIds
+from specdec.values import IdSequence, TokenIds
 
 
 @dataclass
@@ -55,7 +55,7 @@ class RequestGrammar:
         self._seen: Ids = []
         self._errors: dict[int, tuple[Ids, Exception]] = {}
 
-    def follow(self, new_ids: Sequence[int]) -> None:
+    def follow(self, new_ids: IdSequence) -> None:
         """Take all committed tokens after the prompt; restarts if other tokens were taken before.
 
         Errors noted after drafts that were rejected are forgotten.
@@ -85,7 +85,7 @@ class RequestGrammar:
         """Tokens that must come next, as the tokenizer writes them; [] if several tokens are allowed."""
         return []
 
-    def started(self, new_ids: Sequence[int]) -> bool:
+    def started(self, new_ids: IdSequence) -> bool:
         """Whether it has begun within all new tokens of the request; with a begin marker it may not have."""
         return True
 
@@ -117,7 +117,7 @@ class RequestGrammar:
 class FollowedGrammar(RequestGrammar):
     """A compiled grammar."""
 
-    def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = (), prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, compiled: CompiledGrammar, ends: Sequence[int] = (), prompt_ids: IdSequence = ()) -> None:
         """ends: ids that end the request. prompt_ids: its prompt, which may end with the begin marker."""
         super().__init__()
         self._all_ends = {compiled.vocabulary.eos, *ends}
@@ -132,7 +132,7 @@ class FollowedGrammar(RequestGrammar):
         self._matcher = self._compiled.matcher() if self._begins else None
         self._state = 0
 
-    def started(self, new_ids: Sequence[int]) -> bool:
+    def started(self, new_ids: IdSequence) -> bool:
         """See `RequestGrammar.started`."""
         state = 0
         begin = self._compiled.begin
@@ -275,7 +275,7 @@ class UserGrammar(RequestGrammar):
 
 
 def followed(
-    given: Grammar | TokenMatcher | RequestGrammar, context: TokenContext, endless: bool, prompt_ids: Sequence[int]
+    given: Grammar | TokenMatcher | RequestGrammar, context: TokenContext, endless: bool, prompt_ids: IdSequence
 ) -> RequestGrammar:
     """The grammar of one request, with separate state. endless: the model's own eos ids do not end the request.
 

@@ -15,7 +15,7 @@ from attention.cache.prefix import NOTHING
 from attention.checking import CHECKS
 from attention.errors import HandoffMismatchError, OutOfPagesError
 from drafters.checkpoints.tensor_files import StateDict
-from drafters.loops.base import Draft
+from specdec.acceptance.judge import Drafted
 from specdec.engine.admission import Admission
 from specdec.engine.engine import Engine
 from specdec.engine.guests import DraftsOf, Guests
@@ -65,6 +65,11 @@ class MovingRequests(Guests):
     def leaving(self) -> bool:
         return bool(self._seconds)
 
+    def expect(self, request: Request, arrival: Arrival) -> None:
+        """Note a queued request that has pages."""
+        self._waiting[request] = arrival
+        request.has_pages = True
+
     def keep(self, pools: Sequence[BlockTables], waiting: Sequence[Request]) -> None:
         """See `Guests.keep`: all requests read their tokens again, and those that were leaving will leave again."""
         self._waiting = {}
@@ -80,7 +85,7 @@ class MovingRequests(Guests):
         if arrival is not None:
             release_pages(self._engine.scheduler.pools(), arrival.pages)
 
-    def join(self, round_: Round, draft: Draft | None) -> Draft | None:
+    def join(self, round_: Round, draft: Drafted) -> Drafted:
         """See `Guests.join`: put the tensors of each request that has just entered into its row, once."""
         entered, self._entered = self._entered, []
         return self.tensors.receive(round_, draft, entered) if entered else draft
@@ -310,8 +315,7 @@ class MovingRequests(Guests):
         request_id = self._engine.queue(request)  # first: it repairs what an interrupt has left, and keeps held pages
         if number is not None:
             with self._engine.change:
-                self._waiting[request] = Arrival(self.held.take(number), handoff.tensors)
-                request.has_pages = True
+                self.expect(request, Arrival(self.held.take(number), handoff.tensors))
         return request_id
 
     def release(self, leases: Sequence[str]) -> None:

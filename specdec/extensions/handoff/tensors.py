@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.checkpoints.tensor_files import StateDict
 from drafters.loops.base import CarriesVectors, Draft
-from specdec.acceptance.judge import DraftVocab
+from specdec.acceptance.judge import Drafted, DraftVocab
 from specdec.engine.engine import Engine
 from specdec.execution.base import Round
 from specdec.execution.eager import draft_vocab
@@ -93,7 +93,7 @@ class RowTensors(ABC):
         """Places of drafts for `count` arriving rows, where this engine's rows have those `taken`; None: after them."""
         return None
 
-    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+    def receive(self, round_: Round, draft: Drafted, arrived: Sequence[Arrived]) -> Drafted:
         """Put what requests have brought into their rows; returns the drafts of the whole round.
 
         round_: sent; its last drafting rows are the arrived rows with drafts. draft: drafts of the other rows.
@@ -104,7 +104,7 @@ class RowTensors(ABC):
         return self._with_drafts(round_, draft, drafting) if drafting else draft
 
     @abstractmethod
-    def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+    def _with_drafts(self, round_: Round, draft: Drafted, arrived: Sequence[Arrived]) -> Drafted:
         """As `receive`, once their rows have all but the drafts; each of `arrived` has some."""
 
 
@@ -124,7 +124,7 @@ class EagerTensors(RowTensors):
             found["draft_probs"] = draft.probs[place, :count].clone()
         return found
 
-    def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+    def _with_drafts(self, round_: Round, draft: Drafted, arrived: Sequence[Arrived]) -> Drafted:
         if self.vocab is None:
             return draft
         drawn = self.draws and round_.sent is not None and round_.sent.sampling is not None
@@ -148,7 +148,7 @@ class GraphTensors(RowTensors):
         """See `RowTensors.places`: rows of the buffer of drafts that no row of the next round was drafted in."""
         return np.setdiff1d(np.arange(len(self.loop.drafts)), taken)[:count]
 
-    def _with_drafts(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft:
+    def _with_drafts(self, round_: Round, draft: Drafted, arrived: Sequence[Arrived]) -> Draft:
         sources = round_.target.sources
         assert sources is not None
         for place, one in zip(sources[-len(arrived) :].tolist(), arrived, strict=True):
@@ -180,7 +180,7 @@ def row_tensors(engine: Engine) -> RowTensors:
     return EagerTensors(target.states, loop, device, vocab, engine.config.draws_drafts)
 
 
-def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
+def joined(draft: Drafted, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
     """The drafts of a round [R, n], in order: of the draft loop's rows, then of the arrived rows.
 
     draft: what the loop made; None or without rows where no row drafted here. width: n, the most drafts of a row.

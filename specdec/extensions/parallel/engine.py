@@ -9,7 +9,7 @@ end the process.)
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from specdec.extensions.parallel.messages import CallMethod
 from specdec.extensions.parallel.ranks import HeldInterrupt, Ranks
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
-from specdec.values import Function
+from specdec.values import Function, IdSequence
 
 
 class LeadingEngine(Engine):
@@ -37,10 +37,10 @@ class LeadingEngine(Engine):
 
     def submit(
         self,
-        token_ids: Sequence[int],
+        token_ids: IdSequence,
         params: SamplingParams,
         sample_index: int = 0,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: IdSequence | None = None,
     ) -> int:
         """See `Engine.submit`. Refused requests are not broadcast to other ranks. Raises RanksLostError."""
         self.admission.check(token_ids, params)
@@ -49,13 +49,13 @@ class LeadingEngine(Engine):
             self.tell("engine", "submit", *own)
             return super().submit(token_ids, params, sample_index, eos_token_ids)
 
-    def arrange(self, request_ids: Sequence[int]) -> None:
+    def arrange(self, request_ids: IdSequence) -> None:
         """See `Engine.arrange`. Raises RanksLostError when a rank is lost."""
         with self.all_ranks():
             self.tell("engine", "arrange", list(request_ids))
             super().arrange(request_ids)
 
-    def abort(self, request_ids: Sequence[int]) -> None:
+    def abort(self, request_ids: IdSequence) -> None:
         """See `Engine.abort`. With a lost rank the requests are forgotten here."""
         with self.all_ranks():
             try:

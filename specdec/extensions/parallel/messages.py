@@ -6,9 +6,10 @@ child, so no other process can write to it: unpickling its messages is safe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from specdec.values import IdSequence
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Load:
     target: str
     draft: str | None
     options: Any
-    text_ids: Sequence[int]
+    text_ids: IdSequence
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -33,6 +32,7 @@ from specdec.extensions.parallel.ranks import Ranks
 from specdec.extensions.parallel.symmetric import join_group
 from specdec.interrupts import causes
 from specdec.model import SpeculativeModel
+from specdec.values import IdSequence
 
 _LOOK = 1.0
 """Seconds between two checks of the parent process: rank 0's socket may stay open in another child of rank 0."""
@@ -120,13 +120,13 @@ class Orders(RankChannel):
 class SilentTokenizer:
     """A tokenizer without texts, which rank 0 has: each token is "", and any text has the ids that rank 0 sent."""
 
-    ids: Sequence[int]
+    ids: IdSequence
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         """Any text -> the ids of the head's self-test."""
         return {"input_ids": list(self.ids)}
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: IdSequence, *, skip_special_tokens: bool = True) -> str:
         """Any ids -> an empty text."""
         return ""
 

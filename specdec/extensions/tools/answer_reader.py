@@ -17,7 +17,7 @@ from specdec.extensions.tools.answer_formats import AnswerFormat, Opening, Where
 from specdec.extensions.tools.tool_use import ToolUse
 from specdec.requests.request import Completion
 from specdec.requests.text import TextStream, Vocabulary
-from specdec.values import Fields, Json, without
+from specdec.values import Fields, IdSequence, Json, without
 
 _PROMPT_END = 64
 """Tokens of a prompt in which the marker that opens reasoning may be, with white space."""
@@ -256,7 +256,7 @@ class _WithMarkers(Vocabulary):
 class AnswerReader:
     """Reads one completion, whose tokens come in any number of pieces."""
 
-    def __init__(self, use: ToolUse, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(self, use: ToolUse, tokenizer: Any, prompt_ids: IdSequence, stops: Sequence[str] = ()) -> None:
         """prompt_ids: of the prompt, or its last ones. stops: stop strings of the request, which are cut off."""
         assert use.format is not None
         self._vocabulary = _WithMarkers(tokenizer, use.format.special)
@@ -267,7 +267,7 @@ class AnswerReader:
         self._ids: list[int] = []
         self.num_calls = 0
 
-    def read(self, token_ids: Sequence[int], last: bool) -> list[AnswerPart]:
+    def read(self, token_ids: IdSequence, last: bool) -> list[AnswerPart]:
         """The parts that have become certain with these tokens. last: there are no more."""
         self._ids += token_ids
         self._stream.push(self._ids, len(self._ids))
