@@ -97,21 +97,19 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, 1, D/2] float32 (the middle axis runs over heads)."""
         if self.spec.kind == "dynamic":
-            angles = self._dynamic_angles(positions + self.spec.first_position)[:, None]
+            positions = positions + self.spec.first_position  # as the head's own code counts them
+            longest = self.spec.max_positions
+            factor = float(dict(self.spec.scaling)["factor"])
+            lengths = (positions + 1).clamp_min(longest).float()
+            growth = factor * lengths / longest - (factor - 1)  # of the base, to the power D / (D - 2); 1 up to longest
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)
+            angles = positions[:, None] * self.frequencies * growth[:, None] ** (-exponents / (self.head_dim - 2))
         else:
-            angles = (positions[:, None] * self.frequencies)[:, None]
+            angles = positions[:, None] * self.frequencies
+        angles = angles[:, None]
         cos = angles.cos()
         sin = angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
-
-    def _dynamic_angles(self, positions: Tensor) -> Tensor:
-        """positions [T], as the head's own code counts them -> [T, D/2]."""
-        longest = self.spec.max_positions
-        factor = float(dict(self.spec.scaling)["factor"])
-        lengths = (positions + 1).clamp_min(longest).float()
-        growth = factor * lengths / longest - (factor - 1)  # of the base, to the power D / (D - 2); 1 up to `longest`
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)
-        return positions[:, None] * self.frequencies * growth[:, None] ** (-exponents / (self.head_dim - 2))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType
 
 from specdec.errors import SpecdecWarning
 
@@ -30,9 +29,11 @@ def warn_user(message: str) -> None:
     level = 2
     packages = {*_OURS, str(frame.f_globals["__name__"]).partition(".")[0]}
     folders = tuple(f"{_ROOT / package}{os.sep}" for package in packages)
-    while frame.f_back is not None and _is_in(frame, folders):
+    file = frame.f_code.co_filename
+    while frame.f_back is not None and (file.startswith(folders) or file.endswith(_BETWEEN + _IMPORTING)):
         frame = frame.f_back
-        level += not frame.f_code.co_filename.endswith(_IMPORTING)
+        file = frame.f_code.co_filename
+        level += not file.endswith(_IMPORTING)
     warnings.warn(message, SpecdecWarning, stacklevel=level)
 
 
@@ -64,8 +65,3 @@ def busy_cores(threads: int) -> str:
         f"the {cores} cores are busy (load {load:.1f}) and torch has {threads} threads, which wait for one another: "
         "rounds on a CPU may take many times as long; set OMP_NUM_THREADS=1, or call torch.set_num_threads(1)"
     )
-
-
-def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
-    file = frame.f_code.co_filename
-    return file.startswith(folders) or file.endswith(_BETWEEN + _IMPORTING)

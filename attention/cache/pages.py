@@ -11,6 +11,7 @@ from attention.batch.host import offsets_within
 from attention.checking import CHECKS, require
 from attention.errors import InvalidInputError, OutOfPagesError
 
+PageIds = Sequence[int]
 Counts = Sequence[int] | np.ndarray
 NULL_PAGE = 0
 """Page 0 has no owner: padding rows write and read there. So kernels need no test for -1."""
@@ -73,7 +74,7 @@ class PageAllocator:
             else:
                 self._free.append(page)
 
-    def claim(self, pages: Sequence[int]) -> None:
+    def claim(self, pages: PageIds) -> None:
         """Take these pages, in an allocator that replaces another in which they had an owner: free ones, or such as are
         held already, which get one holder more."""
         for page in pages:
@@ -115,7 +116,7 @@ class PageAllocator:
         """A copy of the registered pages, held or idle."""
         return set(self._registered)
 
-    def check_writable(self, pages: Sequence[int]) -> None:
+    def check_writable(self, pages: PageIds) -> None:
         """Check that a row may write to these pages.
 
         Raises:
@@ -194,7 +195,7 @@ class BlockTables:
         """A row's pages, in the order of its tokens."""
         return self.table[row, : self._counts[row]].tolist()
 
-    def begin(self, row: int, pages: Sequence[int]) -> None:
+    def begin(self, row: int, pages: PageIds) -> None:
         """Let a row without pages begin with these, which its allocator counts as held by it already."""
         require(not self._counts[row], "a row that has pages was given others to begin with")
         self.table[row, : len(pages)] = pages
@@ -214,18 +215,18 @@ class BlockTables:
         self._counts[row] = 0
         return pages
 
-    def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
+    def attach(self, row: int, pages: PageIds, num_tokens: int) -> None:
         """Give a row without pages the detached pages of its `num_tokens` tokens."""
         require(self.pages_for(num_tokens) == len(pages), "a row was given pages of other tokens")
         self._detached -= Counter(pages)
         self.begin(row, pages)
 
-    def release_detached(self, pages: Sequence[int]) -> None:
+    def release_detached(self, pages: PageIds) -> None:
         """Return detached pages."""
         self._detached -= Counter(pages)
         self.allocator.release(list(pages))
 
-    def keep_detached(self, pages: Sequence[int]) -> None:
+    def keep_detached(self, pages: PageIds) -> None:
         """Take over detached pages from tables that these replace."""
         self.allocator.claim(pages)
         self._detached.update(pages)

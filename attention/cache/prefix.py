@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from attention.cache.pages import PageAllocator
+from attention.cache.pages import PageAllocator, PageIds
 from attention.cache.windowed import first_needed_page
 from attention.checking import require
 from attention.spec import Windows
@@ -192,7 +192,7 @@ class PrefixCache:
         of_windows = (a.num_idle(pages) for a, pages in zip(self.windowed, found.windowed, strict=False))
         return [self.pages.num_idle(found.pages), *of_windows]
 
-    def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], variant: int) -> None:
+    def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: PageIds, variant: int) -> None:
         """Make pages of a windowed group available to other requests. Idempotent.
 
         A page that the cache already has for the same tokens stays, unless no row holds it.
@@ -217,7 +217,7 @@ class PrefixCache:
             nodes[page] = node
             allocator.register(page)
 
-    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], variant: int = 0) -> None:
+    def register(self, tokens: np.ndarray, pages: PageIds, head_pages: PageIds, variant: int = 0) -> None:
         """Make a row's pages available to other requests. Idempotent.
 
         A page that the cache already has for the same tokens stays, unless no row holds it: then the row's page

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
 
 from attention.batch.host import offsets_within
-from attention.cache.pages import NULL_PAGE, BlockTables, PageAllocator
+from attention.cache.pages import NULL_PAGE, BlockTables, PageAllocator, PageIds
 from attention.checking import CHECKS, require
 from attention.spec import Reach
 
@@ -38,7 +37,7 @@ class WindowedTables(BlockTables):
         """The first logical page that a query at position `computed` or later sees a key of."""
         return first_needed_page(self.reach, computed, self.page_size)
 
-    def begin_behind(self, row: int, pages: Sequence[int], num_pages: int) -> None:
+    def begin_behind(self, row: int, pages: PageIds, num_pages: int) -> None:
         """As `begin`, with the last ones of the row's first num_pages logical pages: all before them count as freed."""
         require(not self._counts[row] and len(pages) <= num_pages, "a row that has pages was given others, or too many")
         first = num_pages - len(pages)
@@ -56,7 +55,7 @@ class WindowedTables(BlockTables):
         self._first[row] = 0
         return pages
 
-    def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
+    def attach(self, row: int, pages: PageIds, num_tokens: int) -> None:
         """See `BlockTables.attach`; the last pages of `num_tokens` tokens, all earlier pages freed."""
         self._detached -= Counter(pages)
         self.begin_behind(row, pages, self.pages_for(num_tokens))

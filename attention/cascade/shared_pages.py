@@ -118,8 +118,11 @@ def _best_first(block_table: ndarray, full: ndarray, page_size: int) -> Iterator
     def add(pages: int, rows: int, found: _Group | _Class) -> None:
         heapq.heappush(left, (-pages * (rows - 1), -pages, next(numbers), found))
 
-    for group in _same_page(block_table, np.flatnonzero(full > 0), 0):
-        add(int(full[group.rows].max()), len(group.rows), group)
+    def add_groups(rows: ndarray, place: int) -> None:
+        for group in _same_page(block_table, rows, place):
+            add(int(full[group.rows].max()), len(group.rows), group)
+
+    add_groups(np.flatnonzero(full > 0), 0)
     while left:
         *_, found = heapq.heappop(left)
         if isinstance(found, _Class):
@@ -133,8 +136,7 @@ def _best_first(block_table: ndarray, full: ndarray, page_size: int) -> Iterator
                 add(n, count, _Class(rows, lead, n))
         others = np.flatnonzero(lead < full[rows])  # they go on with other pages, together or alone
         for place in np.unique(lead[others]).tolist() if len(others) > 1 else ():
-            for group in _same_page(block_table, rows[others[lead[others] == place]], place):
-                add(int(full[group.rows].max()), len(group.rows), group)
+            add_groups(rows[others[lead[others] == place]], place)
 
 
 def _lead(block_table: ndarray, full: ndarray, group: _Group) -> ndarray:

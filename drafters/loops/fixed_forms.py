@@ -232,7 +232,11 @@ class FixedModules(_Fixed):
         x = before
         if step <= num_modules:  # one row more than the step before
             first = self.hidden[step - 1, :rows]
-            x = first.clone() if before is None else _row_by_row(first, before.view(rows, width - 1, -1))
+            if before is None:
+                x = first.clone()
+            else:  # joined by row, in the final shape, so that the result is no view, see `_flat`
+                x = first.new_empty(rows * width, first.shape[1])
+                torch.cat([first[:, None], before.view(rows, width - 1, -1)], 1, out=x.view(rows, width, -1))
         assert x is not None
         token_ids = _flat(self.drafts[:rows, step - width : step], rows * width)
         with self._passes[m].carrying(from_layer(partial(self._runner.attend, planned), m)):
@@ -250,14 +254,6 @@ class _Compiled:
         self.over_target = compiled(passes.over_target)
         self.over_head = compiled(passes.over_head)
         self.logits = compiled(passes.logits)
-
-
-def _row_by_row(first: Tensor, others: Tensor) -> Tensor:
-    """Join first [R, H] and others [R, n, H] by row -> [R·(n+1), H]."""
-    rows, count, size = others.shape
-    joined = first.new_empty(rows * (count + 1), size)  # in the final shape, so that the result is no view, see `_flat`
-    torch.cat([first[:, None], others], 1, out=joined.view(rows, count + 1, size))
-    return joined
 
 
 def _flat(values: Tensor, *shape: int) -> Tensor:

@@ -114,19 +114,16 @@ def as_modules_are_named(weights: StateDict, model_type: str) -> StateDict:
     out = {}
     for name, tensor in weights.items():
         found = _BLOCK.fullmatch(name)
-        new = name if found is None else found[1] + _renamed(found[2], rules)
+        new = name
+        if found is not None:
+            new = _LAYER + found[2]
+            for rule in rules:
+                new, _ = rule.rename_source_key(new)
+            new = found[1] + new.rpartition("layers.0.")[2]
         if new in out:
             raise HeadLoadError(f"two tensors of the checkpoint are {new}")
         out[new] = tensor
     return out
-
-
-def _renamed(rest: str, rules: list[WeightRenaming]) -> str:
-    """A name inside a decoder layer, as transformers renames it when it loads the target."""
-    name = _LAYER + rest
-    for rule in rules:
-        name, _ = rule.rename_source_key(name)
-    return name.rpartition("layers.0.")[2]
 
 
 def dequantise(weights: StateDict, block: tuple[int, int]) -> StateDict:

@@ -228,8 +228,9 @@ def agreement_lines(agreement: Agreement) -> list[str]:
         lines.append(as_advice(best.reading))
     else:
         lines.append(agreement.cause)
-        if agreement.tried and agreement.tried[0].gain > agreement.tried[0].error:
-            lines.append(f"({agreement.tried[0].reading.name}: {_gain(agreement.tried[0])}, too little to tell apart)")
+        for first in agreement.tried[:1]:
+            if first.gain > first.error:
+                lines.append(f"({first.reading.name}: {_gain(first)}, too little to tell apart)")
     return lines
 
 

@@ -171,7 +171,14 @@ class DraftCapture:
             planners.append(self.runner.fixed_planner(rows, width, None if m or width > query_len else target))
             planned.append(planners[-1].plan(metadata))
         prefill = self._recorded(partial(self._prefill_and_choose, result, round_, planned), recorder)
-        return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
+        steps: list[StepGraph] = []
+        # Each form of a step (greedy, drawn) reads the output of the same form of the step before.
+        for index, metadata in enumerate(round_.steps):
+            planner = self.runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
+            before = steps[-1].run.x if steps else (None, None)
+            launch = partial(self._step_and_choose, index, step_rows(rows), planner.plan(metadata), before)
+            steps.append(StepGraph(planner, self._recorded(launch, recorder)))
+        return DraftGraphs(tuple(planners), prefill, tuple(steps))
 
     def _recorded(self, launch: Callable[[bool], Tensor | None], recorder: Recorder) -> PassGraph:
         """A pass with the drafts of sampled rows drawn by launch(drawn), or without; it returns what the next reads."""
@@ -209,16 +216,6 @@ class DraftCapture:
         positions = [metadata.positions for metadata in round_.prefill]
         with padding_known(round_.prefill[0]):
             return self.loop.prefill(inputs, positions, PassesAttend(self.runner, planned), compiled)
-
-    def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
-        """Each form of a step (greedy, drawn) reads the output of the same form of the step before."""
-        steps: list[StepGraph] = []
-        for index, metadata in enumerate(round_.steps):
-            planner = self.runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
-            before = steps[-1].run.x if steps else (None, None)
-            launch = partial(self._step_and_choose, index, step_rows(rows), planner.plan(metadata), before)
-            steps.append(StepGraph(planner, self._recorded(launch, recorder)))
-        return tuple(steps)
 
 
 def _nothing_drawn(draft: int, chosen: Chosen) -> None:

@@ -14,6 +14,7 @@ from attention.errors import named_error
 from specdec.errors import InvalidInputError
 from specdec.values import Fields, Json, Options, flag, refuse, short, without_none
 
+Messages = Sequence[Any]
 _NOT_VARIABLES = {
     *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -44,7 +45,7 @@ class Chat(list[Any]):
     options: Options
 
 
-def with_options(messages: Sequence[Any], given: Fields) -> Sequence[Any]:
+def with_options(messages: Messages, given: Fields) -> Messages:
     """The messages with these of the `CHAT_OPTIONS`; as they are where none is set.
 
     continue_final_message: the model goes on with the last message (or with this field of it), which stays open.
@@ -131,7 +132,7 @@ def _object_in(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
-def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+def chat_ids(messages: Messages, tokenizer: Any) -> list[int]:
     """Token ids of a conversation, with a generation prompt, or as the options of a `Chat` have it.
 
     Args:
@@ -144,12 +145,12 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     return list(_written(messages, tokenizer, return_dict=True)["input_ids"])
 
 
-def chat_text(messages: Sequence[Any], tokenizer: Any) -> str:
+def chat_text(messages: Messages, tokenizer: Any) -> str:
     """The text that `chat_ids` tokenises. Raises likewise."""
     return str(_written(messages, tokenizer, tokenize=False))
 
 
-def _written(messages: Sequence[Any], tokenizer: Any, **form: Any) -> Any:
+def _written(messages: Messages, tokenizer: Any, **form: Any) -> Any:
     """The messages through the template. form: arguments of `apply_chat_template`."""
     options = messages.options if isinstance(messages, Chat) else {"add_generation_prompt": True}
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
@@ -199,7 +200,7 @@ def _is_unicode(message: Any) -> bool:
     return True
 
 
-def for_template(messages: Sequence[Any], tokenizer: Any, template: Any = None) -> list[Any]:
+def for_template(messages: Messages, tokenizer: Any, template: Any = None) -> list[Any]:
     """The messages as a template (default: the tokenizer's) reads them: texts in parts where it passes over a str."""
     template = template or getattr(tokenizer, "chat_template", None)
     return [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer, template) else list(messages)

@@ -26,7 +26,7 @@ from specdec.extensions.grammars.schemas import MarkerFinder, readable, strings_
 from specdec.extensions.grammars.worker import GrammarThread, workers_of
 from specdec.requests.grammar import Grammar, Marker
 from specdec.user_warnings import warn_user
-from specdec.values import IdSequence, Json, short
+from specdec.values import IdSequence, short
 
 MOST_SPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 """White space allowed between two parts of JSON: models that pad it would otherwise do so up to max_new_tokens."""
@@ -166,7 +166,13 @@ class GrammarCompiler:
         if (found := self._found(grammar)) is not None:
             return found
         with self._compiling:  # not under `_lock`: rounds look up compiled grammars, and wait for no compiler
-            return self._found(grammar) or self._added(grammar, self.compile(grammar))
+            if (found := self._found(grammar)) is None:
+                found = self.compile(grammar)
+                with self._lock:
+                    self.kept[grammar] = found
+                    if len(self.kept) > _KEPT:
+                        self.kept.popitem(last=False)
+            return found
 
     def _found(self, grammar: Grammar) -> CompiledGrammar | None:
         """The grammar as it was kept. Raises InvalidInputError: see `compiled`."""
@@ -182,13 +188,6 @@ class GrammarCompiler:
             if found is not None:
                 self.kept.move_to_end(grammar)
             return found
-
-    def _added(self, grammar: Grammar, found: CompiledGrammar) -> CompiledGrammar:
-        with self._lock:
-            self.kept[grammar] = found
-            if len(self.kept) > _KEPT:
-                self.kept.popitem(last=False)
-        return found
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         named = f"grammar {grammar.kind} {short(grammar.source)}"
@@ -255,15 +254,14 @@ class GrammarCompiler:
             texts = json.loads(grammar.source)
         markers = (grammar.begin, grammar.end)
         texts += [marker for marker in markers if isinstance(marker, str) and marker not in self._special]
-        missing: list[Any] = [text for text in texts if not self._spells(text.encode("utf-8", "replace"))]
+        make = self.tokenizer
+        written = ((text, text.encode("utf-8", "replace")) for text in texts)
+        missing: list[Any] = [text for text, own in written if make.decode_bytes(make.tokenize_bytes(own)) != own]
         ids = [token_id for marker in markers if isinstance(marker, tuple) for token_id in marker]
-        missing += [token_id for token_id in ids if token_id >= self.tokenizer.vocab_size]
+        missing += [token_id for token_id in ids if token_id >= make.vocab_size]
         if first.is_error() or not mask.any() or missing:
             what = short(missing[0]) if missing else "its first character"
             raise ValueError(f"the tokenizer has no tokens that spell {what}")
-
-    def _spells(self, text: bytes) -> bool:
-        return bool(self.tokenizer.decode_bytes(self.tokenizer.tokenize_bytes(text)) == text)
 
     def fill(self, chains: Sequence[tuple[Any, int, Ids]], masks: np.ndarray, can_loop: bool = True) -> bool:
         """Write the masks [N, W] of chains (matcher, first row, drafts): one row before each draft and one after the
@@ -345,18 +343,8 @@ class GrammarCompiler:
             return str(make.grammar_from_regex("|".join(map(re.escape, json.loads(grammar.source)))))
         if grammar.kind == "lark":
             return str(make.grammar_from_lark(grammar.source))
-        return self._tags(json.loads(grammar.source))
-
-    def _json(self, schema: Any) -> str:
-        own = readable(schema, self._lib)
-        told = own.get("x-guidance") if isinstance(own, dict) else None
-        space: Any = {"whitespace_pattern": MOST_SPACE}
-        if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
-            space = {}
-        return str(self._lib.LLMatcher.grammar_from_json_schema(json.dumps(own), defaults=space))
-
-    def _tags(self, tags: Sequence[Json]) -> str:
-        """Free text with a structure after each trigger: the token that is called so, or its text in other tokens."""
+        # Free text with a structure after each trigger: the token that is called so, or its text in other tokens.
+        tags = json.loads(grammar.source)
         triggers = [tag["trigger"] for tag in tags]
         others = [str(i) for text, i in self._special.items() if text not in triggers and i != self.eos]
         parts = [f"TEXT <[{','.join(others)}]>"] if others else []
@@ -372,6 +360,14 @@ class GrammarCompiler:
             end = self._marked(tag["end"])
             parts.append(f"(head_{place}{token}) {begin} {body} {end}")
         return f"{lark}start: ({' | '.join(parts)})* TEXT"
+
+    def _json(self, schema: Any) -> str:
+        own = readable(schema, self._lib)
+        told = own.get("x-guidance") if isinstance(own, dict) else None
+        space: Any = {"whitespace_pattern": MOST_SPACE}
+        if isinstance(told, dict) and {"whitespace_flexible", "whitespace_pattern"} & set(told):
+            space = {}
+        return str(self._lib.LLMatcher.grammar_from_json_schema(json.dumps(own), defaults=space))
 
     def _marked(self, text: str) -> str:
         """A text in Lark's syntax; added tokens in it as tokens."""

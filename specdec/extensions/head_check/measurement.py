@@ -196,29 +196,24 @@ def check_map(head: Head, passages: Sequence[Passage], states: Iterable[States])
     ids = sorted({draft for draft, _ in pairs})
     mapped = head.to_target_ids(torch.tensor(ids, device=passages[0].token_ids.device)).tolist()
     tokens = dict(zip(ids, mapped, strict=True))
-    hits = [
+    right = [
         (tokens[draft] == token, learnt.get(draft) == token)
         for learnt, tried in ((_learnt(halves[0]), halves[1]), (_learnt(halves[1]), halves[0]))
         for draft, token in tried
     ]
-    table = torch.tensor(hits, dtype=torch.float64).reshape(-1, 2)
+    table = torch.tensor(right, dtype=torch.float64).reshape(-1, 2)
     by_map, by_learning = table.mean(0).nan_to_num().tolist()
-    return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), _examples(pairs, tokens))
-
-
-def _learnt(pairs: Pairs) -> dict[int, int]:
-    """The token that each draft id comes with most often."""
-    return {draft: token for (draft, token), _ in reversed(Counter(pairs).most_common())}
-
-
-def _examples(pairs: Pairs, tokens: Mapping[int, int]) -> tuple[str, ...]:
-    """The commonest draft ids that come with another token than the map's."""
     learnt = _learnt(pairs)
     hits = Counter(pairs)
-    found = [
+    examples = [
         f"draft id {draft} is token {tokens[draft]} by d2t, and comes with token {learnt[draft]} in "
         f"{hits[draft, learnt[draft]]} of {total} places"
         for draft, total in Counter(draft for draft, _ in pairs).most_common()
         if learnt[draft] != tokens[draft]
     ]
-    return tuple(found[:3])
+    return MapCheck(by_map, by_learning, Gain.of(table[:, 1] - table[:, 0]), len(ids), tuple(examples[:3]))
+
+
+def _learnt(pairs: Pairs) -> dict[int, int]:
+    """The token that each draft id comes with most often."""
+    return {draft: token for (draft, token), _ in reversed(Counter(pairs).most_common())}

@@ -46,6 +46,8 @@ _LEFT_WHOLE = frozenset(
 _SERVED = frozenset({_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL, "packed_colwise", "packed_rowwise", "local_params"})
 _ABSORBABLE = frozenset({"DeepseekV2Attention", "DeepseekV3Attention"})
 """Attention with a latent whose forward derives the number of heads from the width of its projections' outputs."""
+Styles = dict[str, str]
+"""Styles of a plan by names with `*`."""
 _FUSED_PAIR = {"gate_up_proj": "colwise_gather_output", "down_proj": "rowwise_split_input"}
 """transformers' styles for a feed-forward part with gate and up in one projection, behind which its plan gathers.
 Divided in two halves each, it needs no gather: its forward splits its input in the middle."""
@@ -109,7 +111,7 @@ def plan_of(model: Any, size: int) -> ShardingPlan:
         UnsupportedModelError: its own plan has styles that are not served, or nothing in it can be divided.
     """
     name = type(model).__name__
-    given: dict[str, str] = model.tp_plan or {}
+    given: Styles = model.tp_plan or {}
     decoder = model.get_decoder()
     parts = {*decoder.modules()} - {decoder}
     own = {pattern_of(n): m for n, m in model.named_modules() if m in parts}
@@ -145,7 +147,7 @@ def _owner(pattern: str, own: Mapping[str, nn.Module]) -> bool:
     return ".*." in pattern and (pattern in own or pattern.rpartition(".")[0] in own)
 
 
-def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, str], size: int) -> set[str]:
+def _divide_attention(name: str, pattern: str, module: Any, styles: Styles, size: int) -> set[str]:
     """Give the projections of one attention module their styles; returns its pattern where KV heads are cut.
 
     Attention that is divided neither by transformers' plan nor by the rules here is left whole.
@@ -189,7 +191,7 @@ def _heads(module: Any, latent: bool) -> tuple[int, int]:
     return kv_heads * module.num_key_value_groups, kv_heads
 
 
-def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
+def _leave_uneven_whole(model: Any, styles: Styles, size: int) -> None:
     """Leave feed-forward parts whole whose width the ranks do not divide evenly.
 
     A part is the modules of one parent: projections divided by output and by input belong together.
