@@ -16,9 +16,11 @@ from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.engine.stats import Counters
+from specdec.extras.long_factors import LongFactors
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable, Schedule
+from specdec.wrapped.long_rope import LongRopeRule
 
 PAGE = 4
 
@@ -80,6 +82,15 @@ def decoding(scheduler: Made, *requests: Request) -> Schedule:
             return schedule
         verified(scheduler, schedule)
     raise AssertionError("the rows never decode together")
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [((), 32), ((8,), 8), ((8, 20), 8), ((20, 8), 8), ((40,), 32)])
+def test_rounds_of_a_row_reach_as_far_as_every_extra_lets_them(lengths: tuple[int, ...], longest: int) -> None:
+    extras = tuple(LongFactors(LongRopeRule(length, rereads=True)) for length in lengths)
+    scheduler = Made(extras=(*extras, LongFactors(LongRopeRule(16))))
+    scheduler.waiting.append(came := request(0, prompt=5))
+    scheduler.schedule()
+    assert scheduler.table.longest[came.row] == longest
 
 
 def test_nothing_to_run_is_no_schedule() -> None:
