@@ -24,7 +24,7 @@ def test_an_alarm_while_a_run_is_written(monkeypatch: pytest.MonkeyPatch) -> Non
             raise DataError("the run folder cannot be written") from error
 
     monkeypatch.setattr(acceptance, "collect", struck)
-    plan: Any = SimpleNamespace(warmup=0)
+    plan: Any = SimpleNamespace(warmup=0, arms=())
     before = signal.signal(signal.SIGALRM, late)
     try:
         with pytest.raises(TimeoutError, match="the time is up"):
