@@ -373,7 +373,7 @@ ONE_CHUNK = True
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
-    l2_normalize: bool, state: Tensor, ring: DeltaRing, rows: StateRows,
+    l2_normalize: bool, state: Tensor, ring: DeltaRing, rows: StateRows, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """The outputs of the gated delta rule, [T, H, Dv] in v's dtype; `state` and `ring` are written.
 
@@ -385,12 +385,16 @@ def gated_delta(
         g: float32, [T, H] or [T, H, Dk] (a gate of every key dimension), at most 0. beta: [T, H].
         state: [slots, H, Dv, Dk], of any float dtype; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
+        in_order: read all rows token by token.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     check_launch(rows, state, ring, k=k, v=v, g=g)
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     kept = (ring.k, ring.v, ring.g, ring.beta)
     call = Inputs(q, k, v, g, beta, scale, l2_normalize, state, kept, rows, out)
+    if in_order:
+        launch_tokens(call, None)
+        return out
     most = rows.max_replay + min(rows.max_query_len, TOKENS_OF_SHORT_ROWS)
     one_chunk = ONE_CHUNK and g.dim() == 2 and most > 1
     if one_chunk:

@@ -16,7 +16,8 @@ Source of the chunked forms: "Gated Delta Networks", arXiv 2412.06464, section 3
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -62,9 +63,9 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, ring:
     kept = ring[slots[owner][:, None], position.clamp_min(0) % size]
     taps = torch.where((within >= 0)[..., None], own, kept)
     taps = taps.masked_fill((position < 0)[..., None], 0).float()
-    y = torch.einsum("tkc,ck->tc", taps, weight.float())
-    if bias is not None:
-        y = y + bias.float()
+    y = x.new_zeros(()) if bias is None else bias.float()
+    for tap in range(width):  # one after the other: a matmul would sum by the number of tokens
+        y = y + taps[:, tap] * weight[:, tap].float()
     out = x.new_zeros(x.shape)
     y = y.to(x.dtype)
     out[:num_tokens] = F.silu(y) if silu else y
@@ -75,7 +76,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, ring:
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
-    l2_normalize: bool, state: Tensor, ring: DeltaRing, rows: StateRows,
+    l2_normalize: bool, state: Tensor, ring: DeltaRing, rows: StateRows, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated delta rule, token by token: S *= exp(g); u = beta (v - S k); S += u kᵀ; o = S (scale q).
 
@@ -84,6 +85,7 @@ def gated_delta(
         g: [T, Hv] float32, or [T, Hv, Dk] with a gate per channel; beta: [T, Hv].
         l2_normalize: whether q and k are divided by their norm first.
         state: [slots, Hv, Dv, Dk], of any float dtype.
+        in_order: every token by itself, with the same bits in any launch.
 
     Returns:
         [T, Hv, Dv] in the dtype of v.
@@ -98,20 +100,20 @@ def gated_delta(
         queries = heads(span.gathered(q), l2_normalize) * scale
         keys = heads(span.gathered(k, ring.k), l2_normalize)
         inputs = (queries, keys, span.gathered(v, ring.v), span.gathered(g, ring.g), span.gathered(beta, ring.beta))
-        return _scan_in_chunks(*inputs, before)
+        return _scan_in_chunks(*inputs, before, in_order)
 
     return _two_phases(scan, v, state, rows, ring, k=k, v=v, g=g, beta=beta)
 
 
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    state: Tensor, ring: ScanRing, rows: StateRows,
+    state: Tensor, ring: ScanRing, rows: StateRows, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """Mamba2's scan, token by token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x.
 
     Args:
         x: [T, H, P]; dt: [T, H] float32, ready to use; A: [H] float32, negative; B, C: [T, G, N]; D: [H] or None.
-        state: [slots, H, P, N], of any float dtype.
+        state: [slots, H, P, N], of any float dtype; in_order: see `gated_delta`.
 
     Returns:
         [T, H, P] float32.
@@ -124,7 +126,7 @@ def ssd_scan(
         b, c = (each.repeat_interleave(repeat, dim=2) if repeat > 1 else each for each in (b, c))
         inputs = span.gathered(x, ring.x)
         steps = span.gathered(dt, ring.dt)
-        y, after = _scan_in_chunks(c, b, inputs, steps * A.float(), steps, before, corrects=False)
+        y, after = _scan_in_chunks(c, b, inputs, steps * A.float(), steps, before, in_order, corrects=False)
         return y if D is None else y + D.float()[:, None] * inputs, after
 
     return _two_phases(scan, x.float(), state, rows, ring, x=x, B=B, dt=dt)
@@ -153,7 +155,7 @@ def selective_scan(
         for t in range(span.length):
             step = steps[:, t, :, None]
             before = before * torch.exp(step * A) + step * inputs[:, t, :, None] * b[:, t, None]
-            outputs.append(torch.einsum("bcn,bn->bc", before, c[:, t]))
+            outputs.append((before * c[:, t, None]).sum(-1))
         y = torch.stack(outputs, dim=1)
         return y if D is None else y + D.float() * inputs, before
 
@@ -190,7 +192,7 @@ def _two_phases(
 
 def _scan_in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
-    corrects: bool = True,
+    in_order: bool, corrects: bool = True,
 ) -> Scanned:  # fmt: skip
     """The gated delta rule; or Mamba2's scan, without a correction of v by what the state knows.
 
@@ -200,11 +202,13 @@ def _scan_in_chunks(
     gates = g if vector else g[..., None]
     q, k, v, gates, beta = (each.transpose(1, 2) for each in (q, k, v, gates, beta))
     outputs = []
-    size = _VECTOR_CHUNK if vector else _CHUNK
+    size, scanned = (_VECTOR_CHUNK if vector else _CHUNK), _chunk
+    if in_order:
+        size, scanned = 1, _token
     for first in range(0, q.shape[2], size):
         own = slice(first, first + size)
         chunk = q[:, :, own], k[:, :, own], v[:, :, own], gates[:, :, own], beta[:, :, own]
-        y, state = _chunk(*chunk, state, corrects)
+        y, state = scanned(*chunk, state, corrects)
         outputs.append(y)
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 
@@ -236,6 +240,17 @@ def _chunk(
     return y, state * grown[:, :, -1, None] + u.transpose(-1, -2) @ (k * left)
 
 
+def _token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
+    corrects: bool,
+) -> Scanned:  # fmt: skip
+    """A chunk of one token, by sums over a row of the state, whose order depends on nothing else."""
+    state = state * g.exp()
+    u = v[:, :, 0] - (state * k).sum(-1) if corrects else v[:, :, 0]
+    state = state + (beta * u)[..., None] * k
+    return (state * q).sum(-1)[:, :, None], state
+
+
 Recurrence = Callable[..., Tensor]
 
 
@@ -257,13 +272,21 @@ class Recurrences:
 REFERENCE = Recurrences("torch", short_conv, gated_delta, ssd_scan, selective_scan)
 
 
-def recurrences_of(device: torch.device) -> Recurrences:
-    """Triton kernels on an NVIDIA GPU, torch elsewhere, because on ROCm the kernels are not tested."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return REFERENCE
-    from attention.recurrence.conv_kernel import short_conv
-    from attention.recurrence.delta_kernel import gated_delta
-    from attention.recurrence.scan_kernel import selective_scan
-    from attention.recurrence.ssd_kernel import ssd_scan
+def recurrences_of(device: torch.device, in_order: bool = False) -> Recurrences:
+    """Triton kernels on an NVIDIA GPU, torch elsewhere, because on ROCm the kernels are not tested.
 
-    return Recurrences("Triton", short_conv, gated_delta, ssd_scan, selective_scan, capturable=True)
+    in_order: functions that read every token by itself, so that a row has the same bits in any launch.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        found = REFERENCE
+    else:
+        from attention.recurrence.conv_kernel import short_conv
+        from attention.recurrence.delta_kernel import gated_delta
+        from attention.recurrence.scan_kernel import selective_scan
+        from attention.recurrence.ssd_kernel import ssd_scan
+
+        found = Recurrences("Triton", short_conv, gated_delta, ssd_scan, selective_scan, capturable=True)
+    if not in_order:
+        return found
+    delta, ssd = (partial(scan, in_order=True) for scan in (found.gated_delta, found.ssd_scan))
+    return replace(found, name=f"{found.name}, token by token", gated_delta=delta, ssd_scan=ssd)

@@ -54,7 +54,7 @@ class StateRunner:
     def __init__(self, group: StateGroup, dtype: torch.dtype, device: torch.device) -> None:
         self.group = group
         self.dtype = dtype
-        self.functions = recurrences_of(device)
+        self.functions = recurrences_of(device, group.in_order)
         self.states = allocate_states(group, dtype, device)
 
     def copied(self) -> tuple[Tensor, ...]:

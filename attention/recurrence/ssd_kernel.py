@@ -14,7 +14,7 @@ from attention.recurrence.tokens_kernel import launch_tokens
 
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    state: Tensor, ring: ScanRing, rows: StateRows,
+    state: Tensor, ring: ScanRing, rows: StateRows, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """The outputs of Mamba2's scan, [T, H, P] in float32; `state` and `ring` are written.
 
@@ -26,13 +26,14 @@ def ssd_scan(
         B, C: [T, G, N], each group of them for H / G heads in turn; D: [H] or None.
         state: [slots, H, P, N], of any float dtype; ring: has the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
+        in_order: read all rows token by token.
     """
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     check_launch(rows, state, ring, x=x, B=B, dt=dt)
     x, B, C = (inner_rows(each) for each in (x, B, C))
     kept = (ring.B, ring.x, ring.dt, ring.dt)
     call = Inputs(C, B, x, A.expand(dt.shape), dt, 1.0, False, state, kept, rows, out, delta=False, skip=D)
-    launch_tokens(call, TOKENS_OF_SHORT_ROWS)
-    if rows.max_query_len > TOKENS_OF_SHORT_ROWS:
+    launch_tokens(call, None if in_order else TOKENS_OF_SHORT_ROWS)
+    if not in_order and rows.max_query_len > TOKENS_OF_SHORT_ROWS:
         launch_chunks(call, TOKENS_OF_SHORT_ROWS + 1)
     return out

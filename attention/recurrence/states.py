@@ -117,14 +117,15 @@ def moved_shape(spec: RecurrenceSpec) -> tuple[int, ...]:
     return spec.shapes(FoldRule.every_launch(0), torch.float32)["state"][0]
 
 
-def fold_rule(specs: Sequence[RecurrenceSpec], num_drafts: int) -> FoldRule:
+def fold_rule(specs: Sequence[RecurrenceSpec], num_drafts: int, in_order: bool = False) -> FoldRule:
     """When a model with these calls stores its states.
 
     Storing is deferred if all states belong to a gated delta rule with one gate per head, whose kernel reads up to
-    `MOST_INPUTS` tokens at the cost of one token; other kernels replay token by token.
+    `MOST_INPUTS` tokens at the cost of one token; other kernels replay token by token, as all do `in_order`.
     """
     chunked = [isinstance(spec, DeltaSpec) and not spec.vector_gate for spec in specs if not isinstance(spec, ConvSpec)]
-    return FoldRule.deferred(num_drafts) if chunked and all(chunked) else FoldRule.every_launch(num_drafts)
+    defers = chunked and all(chunked) and not in_order
+    return FoldRule.deferred(num_drafts) if defers else FoldRule.every_launch(num_drafts)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class StateGroup:
 
     num_slots: rows, the null slot included. num_drafts: K, the most drafts of a row; the rings hold a round's drafts
     and the inputs that it replays. state_dtype: how states are kept between launches, which compute in float32.
+    in_order: every token is read by itself, see `recurrences_of`.
 
     In half precision a state is rounded when it is stored, and rounds with drafts store at other positions.
     """
@@ -141,11 +143,12 @@ class StateGroup:
     num_slots: int
     num_drafts: int
     state_dtype: torch.dtype = torch.float32
+    in_order: bool = False
 
     @property
     def rule(self) -> FoldRule:
         """When states are stored."""
-        return fold_rule(self.specs, self.num_drafts)
+        return fold_rule(self.specs, self.num_drafts, self.in_order)
 
     def shapes(self, spec: RecurrenceSpec, dtype: torch.dtype) -> Shapes:
         """The tensors of one slot of a call by name, for a model of this dtype."""

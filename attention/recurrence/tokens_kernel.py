@@ -158,16 +158,16 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
                 tl.store(ring_g_ptr + ring_at, g, mask=block == 0)
 
 
-def launch_tokens(call: Inputs, most_tokens: int, least_inputs: int = 0) -> None:
+def launch_tokens(call: Inputs, most_tokens: int | None, least_inputs: int = 0) -> None:
     """Rows with up to `most_tokens` tokens, and at least `least_inputs` with the replayed ones, and zeros for tokens of
-    no row; other rows are left as they are."""
+    no row; other rows are left as they are. None: rows of any length, by one tiling for any number of rows."""
     _, heads, dim_v = call.v.shape
     rows = len(call.rows.slots)
-    tiles = state_tiling(heads * rows, dim_v, call.k.shape[2])
+    tiles = state_tiling(0 if most_tokens is None else heads * rows, dim_v, call.k.shape[2])
     skip: Tensor = call.v if call.skip is None else call.skip
     _tokens_kernel[(triton.cdiv(dim_v, tiles.block), heads, rows + 1)](
-        *call.tensors, skip, call.out, call.state, *call.ring, *call.rows.arrays, call.scale, len(call.v), most_tokens,
-        least_inputs, *call.strides, PIECE=tiles.piece, BLOCK_DV=tiles.block, VECTOR_GATE=call.g.dim() == 3,
-        NORMALIZE=call.normalize, DELTA=call.delta, HAS_SKIP=call.skip is not None, num_warps=tiles.warps,
-        maxnreg=tiles.registers, **call.constants,
+        *call.tensors, skip, call.out, call.state, *call.ring, *call.rows.arrays, call.scale, len(call.v),
+        len(call.v) if most_tokens is None else most_tokens, least_inputs, *call.strides, PIECE=tiles.piece,
+        BLOCK_DV=tiles.block, VECTOR_GATE=call.g.dim() == 3, NORMALIZE=call.normalize, DELTA=call.delta,
+        HAS_SKIP=call.skip is not None, num_warps=tiles.warps, maxnreg=tiles.registers, **call.constants,
     )  # fmt: skip

@@ -115,8 +115,7 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
     """Check that layers compute every token alone where a batch-invariant backend promises it.
 
     Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has recurrent or quantised layers, or
-            experts.
+        UnsupportedModelError: the backend is batch-invariant and the target has quantised layers, or experts.
     """
     if not backend.batch_invariant:
         return
@@ -130,9 +129,6 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
             f"has quantised layers ({type(quantised).__name__}), whose matmuls are their library's and may sum "
             "otherwise in another batch"
         )
-    elif probed.recurrent_calls:
-        kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
-        reason = f"has recurrent layers ({kinds}), which sum a prompt in chunks and a verification token by token"
     elif not runs_evenly(backend) and not all(map(sums_alike, experts_of(probed.model))):
         reason = (
             "has experts whose matmuls may sum otherwise in another batch (on a GPU allowed: SwiGLU experts in float16 "

@@ -78,13 +78,13 @@ def kv_format(checkpoint: Checkpoint | None, probed: TargetProbe, options: LoadO
     return format
 
 
-def state_group(probed: TargetProbe, rows: Rows, dtype: str) -> StateGroup | None:
+def state_group(probed: TargetProbe, rows: Rows, dtype: str, in_order: bool) -> StateGroup | None:
     """The states of a target's recurrent layers, of all rows; None without such layers.
 
-    dtype: a name among `specdec.config.STATE_DTYPES`.
+    dtype: a name among `specdec.config.STATE_DTYPES`. in_order: for a batch-invariant backend, see `StateGroup`.
 
     Raises:
-        InvalidInputError: half precision for a target without such layers, or in float32.
+        InvalidInputError: half precision for a target without such layers, in float32, or with such a backend.
     """
     if dtype != "float32" and (not probed.recurrent_calls or probed.model.dtype == torch.float32):
         what = "is in float32" if probed.recurrent_calls else "has no recurrent layer"
@@ -93,10 +93,15 @@ def state_group(probed: TargetProbe, rows: Rows, dtype: str) -> StateGroup | Non
         )
     if not probed.recurrent_calls:
         return None
+    if dtype != "float32" and in_order:
+        raise InvalidInputError(
+            f"recurrent_state_dtype={dtype!r} rounds states where rounds end: not with backend='batch_invariant'; give "
+            "'float32', or use backend='auto'"
+        )
     from attention.recurrence.states import StateGroup
 
     slots = state_slots(rows.max_num_seqs)
-    return StateGroup(probed.recurrence_specs, slots, rows.num_speculative_tokens, getattr(torch, dtype))
+    return StateGroup(probed.recurrence_specs, slots, rows.num_speculative_tokens, getattr(torch, dtype), in_order)
 
 
 def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:

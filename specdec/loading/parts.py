@@ -158,7 +158,9 @@ def _open(target: Target, options: LoadOptions, group: Group) -> tuple[PreTraine
     return open_target(target, options, begin, group)
 
 
-def _extras(probed: TargetProbe, rows: Rows, options: LoadOptions, lookup: bool, greedy: bool) -> Iterator[RoundExtra]:
+def _extras(
+    probed: TargetProbe, states: Any, rows: Rows, options: LoadOptions, lookup: bool, greedy: bool
+) -> Iterator[RoundExtra]:
     """The extras of rounds for this target and these drafts; each kind is imported where it is needed.
 
     greedy: whether requests with drafts by lookup must be greedy.
@@ -166,11 +168,10 @@ def _extras(probed: TargetProbe, rows: Rows, options: LoadOptions, lookup: bool,
     Raises:
         InvalidInputError: the longest match of a lookup is shorter than its shortest.
     """
-    if probed.recurrent_calls:
-        from attention.recurrence.states import fold_rule
+    if states is not None:
         from specdec.extras.recurrent_states import RecurrentStates
 
-        yield RecurrentStates(fold_rule(probed.recurrence_specs, rows.num_speculative_tokens))
+        yield RecurrentStates(states.rule)
     found = find_long_rope(probed.model)
     if found is not None and rows.max_model_len > found.rule.original:
         from specdec.extras.long_factors import LongFactors
@@ -208,14 +209,14 @@ def _sized(
     k = num_drafts(options.num_speculative_tokens, head, lookup, probed.model)
     rows = Rows(k, longest, seqs, options.max_num_batched_tokens or batched_tokens(device, seqs, k), options.page_size)
     pools = empty_pools(probed, head, format, longest, options.hybrid_kv_cache)
-    group_of_states = state_group(probed, rows, options.recurrent_state_dtype)
+    group_of_states = state_group(probed, rows, options.recurrent_state_dtype, backend.batch_invariant)
     states = 0 if group_of_states is None else group_of_states.num_bytes(probed.model.dtype)
     scores = scores_bytes(seqs * (rows.num_speculative_tokens + 1), probed.vocab_size)
     pools = divide_cache(options.kv_cache_tokens, device, pools, rows, options.gpu_memory_utilization, states, scores)
     pools = filled(pools, group.least([pool.tokens for pool in pools]))  # their schedules must be the same
     graphs = options.cuda_graphs is not False and isinstance(backend, GraphBackend)
     greedy = head is not None and graphs and options.sampling != "keyed"
-    extras = tuple(_extras(probed, rows, options, lookup, greedy))
+    extras = tuple(_extras(probed, group_of_states, rows, options, lookup, greedy))
     extras += more_extras(group.size == 1, greedy)
     extras += (ChangedLogits(), Logprobs(prompt_rows(probed.vocab_size)))
     config = _config(rows, pools, extras, options, head)

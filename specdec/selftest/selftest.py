@@ -273,6 +273,8 @@ def invariance_test(target: Target, model: Function | None = None, rows: Any = N
     pieces = [ReadPiece(none, cuts[0], everyone)]
     pieces += [ReadPiece(cut, ends, chosen) for chosen in (everyone, *((row,) for row in everyone)) for cut in cuts]
     for piece in pieces:
+        if target.states is not None and piece.start.any():  # its states are at the rows' ends
+            rows.read_by_row(ReadPiece(none, piece.start, everyone), model)
         for row, own, theirs in zip(piece.rows, rows.read_by_row(piece, model), piece.right_tokens(whole), strict=True):
             if not torch.equal(own, theirs):
                 raise UnsupportedModelError(

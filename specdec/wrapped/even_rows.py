@@ -64,10 +64,10 @@ def even_values(model: PreTrainedModel) -> list[Value]:
     packed = [(m, "forward", partial(_empty, m)) for m in model.modules() if type(m) is nn.Linear]
     try:
         with borrowed([*found, *packed]), _Operators():
-            probe(model)
+            uneven = bool(probe(model).recurrent_calls)  # whose functions it does not run
     except UnsupportedModelError:
-        found.append((model, "forward", partial(_run_evenly, model.forward)))
-    return found
+        uneven = True
+    return [*found, (model, "forward", partial(_run_evenly, model.forward))] if uneven else found
 
 
 def _empty(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ def _empty(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _multiplies(func: Any, args: Any) -> bool:
-    """Whether it is a product with a matrix that lies transposed; others with more dimensions are rotary embeddings',
-    which sum nothing."""
-    return func is torch.ops.aten.matmul.default and args[1].ndim == 2
+    """Whether it is a product with a matrix; those of two tensors with more dimensions are rotary embeddings', which
+    sum nothing."""
+    return func is torch.ops.aten.matmul.default and 2 in (args[0].ndim, args[1].ndim)
 
 
 def _run_evenly(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,10 @@ class _Even(TorchDispatchMode):
         if func is torch.ops.aten.linear.default:
             return filled_linear(*args)
         if _multiplies(func, args):
-            return filled_linear(args[0], args[1].t().contiguous())
+            left, right = args
+            if right.ndim == 2:
+                return filled_linear(left, right.t().contiguous())
+            return filled_linear(right.transpose(1, 2), left).transpose(1, 2)
         if func.overloadpacket.__name__ in _ELEMENTWISE:
             return _evenly(lambda x: func(x, *args[1:], **kwargs or {}), args[0])
         return func(*args, **kwargs or {})
@@ -136,6 +139,6 @@ def check_operators(target: Target) -> None:
             tokens,
             lambda _, q, k, v, *sinks: q.new_zeros(*q.shape[:2], v.shape[-1]),
             target.hf_model,
-            None,
+            None if target.states is None else target.states.blank(),
             0,
         )

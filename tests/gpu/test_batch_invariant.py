@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV2Config,
     Gemma2Config,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from attention.backends.invariant import InvariantBackend
@@ -130,6 +132,8 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "gemma2": Gemma2Config,
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
+    "qwen3_next": Qwen3NextConfig,
+    "bamba": BambaConfig,
 }
 _EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 512}
 OWN: dict[str, dict[str, Any]] = {
@@ -145,6 +149,23 @@ OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
         "num_key_value_heads": 16,
         **_EXPERTS,
+    },
+    "qwen3_next": {
+        "num_experts": 16,
+        "shared_expert_intermediate_size": 512,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        **_EXPERTS,
+    },
+    "bamba": {
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 32,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+        "mamba_n_groups": 1,
     },
 }
 """Of mixtures, rounds of 2,048 tokens have more than 48 pairs an expert: another kernel than of a few tokens."""
@@ -222,11 +243,14 @@ def generated(
         ("qwen3_moe", torch.bfloat16, [(5, 8, 2048), (2, 1, 64)]),
         ("qwen3_moe", torch.float16, [(5, 3, 100)]),
         ("deepseek_v2", torch.bfloat16, [(5, 8, 2048), (2, 1, 64)]),
+        ("qwen3_next", torch.bfloat16, [(5, 8, 2048), (2, 1, 64)]),
+        ("bamba", torch.bfloat16, [(5, 3, 100)]),
     ],
 )
 def test_drafts_and_batches_change_no_answer(kind: str, dtype: torch.dtype, others: list[tuple[int, int, int]]) -> None:
     """Other drafts, rows and chunks of prompts: other graphs and other rounds beside them. Qwen2 adds biases, Gemma2
-    has windows, softcaps and norms that stay the compiler's, DeepSeek MLA and a router in float32."""
+    has windows, softcaps and norms that stay the compiler's, DeepSeek MLA and a router in float32, the last two
+    recurrent layers."""
     plain = generated("batch_invariant", dtype, 0, 8, 2048, kind)
     for other in others:
         assert generated("batch_invariant", dtype, *other, kind) == plain, other

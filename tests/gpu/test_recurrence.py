@@ -163,6 +163,38 @@ def test_replayed_tokens_change_the_state_by_the_same_bits(one_chunk: bool, monk
         assert torch.equal(got, right)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["delta", "vector gates", "mamba2", "mamba1", "conv"])
+def test_in_order_a_row_has_the_same_bits_however_it_is_cut_and_beside_others(kind: str, dtype: torch.dtype) -> None:
+    """Read at once; in pieces beside 40 rows; with drafts, some of them rejected; from other sizes of rings."""
+    torch.manual_seed(0)
+    names_of_delta = ("q", "k", "v", "g", "beta")
+    makers: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+        "delta": (gated_delta, lambda **o: delta_case(700, *QWEN, False, dtype, **o), names_of_delta),
+        "vector gates": (gated_delta, lambda **o: delta_case(700, *KIMI, True, dtype, **o), names_of_delta),
+        "mamba2": (ssd_scan, lambda **o: ssd_case(700, (1, 32), (64, 128), dtype, **o), ("x", "dt", "B", "C")),
+        "mamba1": (selective_scan, lambda **o: scan_case(700, 1024, 16, dtype, **o), ("x", "dt", "B", "C")),
+        "conv": (short_conv, lambda **o: conv_case(700, 1024, 4, dtype, **o), ("x",)),
+    }
+    function, make, names = makers[kind]
+    in_order = {"in_order": True} if kind in ("delta", "vector gates", "mamba2") else {}
+    sizes = {"slots": 45} | ({} if kind == "conv" else {"ring_size": RING})
+    case = on_gpu(make(**sizes)) | in_order
+    others = range(3, 43)
+    row = {n: case[n][:600] for n in names}
+    whole = function(**apart(case) | row, rows=StateRows.of([(600, 1, 0, 0, 600)], CUDA))
+    ours, outs, start, replay = apart(case), [], 0, 0
+    for new, drafts, accepted in ((64, 0, 0), (1, 0, 0), (500, 0, 0), (1, 3, 2), (1, 3, 0), (1, 3, 3), (1, 3, 1)):
+        own = {n: x[start : start + new + drafts].clone() for n, x in row.items()}
+        for x in own.values():
+            x[new + accepted :] = 0.3
+        given = {n: torch.cat([own[n], *(case[n][s : s + 2] for s in others)]) for n in names}
+        lengths = [(new + drafts, 2, start, replay, new), *((2, s, 0, 0, 2) for s in others)]
+        outs.append(function(**ours | given, rows=StateRows.of(lengths, CUDA))[: new + accepted])
+        start, replay = start + new + accepted, accepted
+    assert torch.equal(torch.cat(outs), whole[:start])
+
+
 def test_a_captured_round_follows_its_lengths() -> None:
     """Nothing is read on the host: one graph for all lengths, slots and replays, of the four recurrences."""
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ import sys
 import threading
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from specdec.errors import (
     UnsupportedModelError,
 )
 from specdec.extensions.grammars.masks import GrammarMasks
-from specdec.loading.backends import check_backend_fits
 from specdec.loading.cache_format import state_group
 from specdec.loading.sizes import Rows, check_cache_fits
 from specdec.logits.extra import ChangedLogits
@@ -90,12 +88,34 @@ def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -
     assert [type(extra) for extra in wrapped.config.extras] == [GrammarMasks, ChangedLogits, Logprobs]
 
 
-def test_batch_invariance_is_refused_by_name() -> None:
-    backend: Any = SimpleNamespace(batch_invariant=True)
-    with pytest.raises(
-        UnsupportedModelError, match=r"Qwen3NextForCausalLM has recurrent layers \(short convolution, gat"
-    ):
-        check_backend_fits(probe_target(tiny_hybrid("qwen3_next")), backend)
+INVARIANT: dict[str, Any] = {"backend": "batch_invariant", "max_model_len": 96, "kv_cache_tokens": 1200}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", pytest.param("mamba", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariance_gives_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    prompts = random_prompts((5, 37, 20, 60))
+    found = []
+    for rows, drafts, tokens in ((1, 0, 96), (4, 3, 96), (3, 3, 20)):
+        sizes = INVARIANT | {"max_num_seqs": rows, "max_num_batched_tokens": tokens, "num_speculative_tokens": drafts}
+        with wrap(tiny_hybrid(name).to(dtype), "lookup" if drafts else None, **sizes) as wrapped:
+            assert wrapped.describe()["recurrent"]["kernel"] == "torch, token by token"
+            done = wrapped.generate(prompts, SamplingParams(max_new_tokens=12, logprobs=0))
+            found.append([(c.token_ids, [each.logprob for each in c.logprobs]) for c in done])
+    assert found[1:] == found[:1] * 2
+
+
+def test_chunks_of_prompts_are_seen_by_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: functions that read a prompt in chunks."""
+    monkeypatch.setattr("attention.recurrence.runner.recurrences_of", lambda *_: replace(REFERENCE, name="chunks"))
+    with pytest.raises(UnsupportedModelError, match="Mamba2ForCausalLM is not batch-invariant: the logits of tokens"):
+        wrap(tiny_hybrid("mamba2"), **INVARIANT)
+
+
+def test_batch_invariance_needs_states_in_float32() -> None:
+    with pytest.raises(InvalidInputError, match=r"recurrent_state_dtype='bfloat16' rounds states where rounds end"):
+        wrap(tiny_hybrid("mamba2").to(torch.bfloat16), **INVARIANT, recurrent_state_dtype="bfloat16")
 
 
 @pytest.mark.slow
@@ -121,7 +141,7 @@ def test_prefixes_are_not_shared_and_that_is_said_where_it_was_asked_for() -> No
 def test_states_come_off_the_memory_for_pages() -> None:
     probed = probe_target(tiny_hybrid("qwen3_next"))
     sizes = {"num_speculative_tokens": 3, "max_model_len": 64, "max_num_batched_tokens": 64, "page_size": 4}
-    few, many = (state_group(probed, Rows(max_num_seqs=rows, **sizes), "float32") for rows in (8, 32))
+    few, many = (state_group(probed, Rows(max_num_seqs=rows, **sizes), "float32", False) for rows in (8, 32))
     assert few is not None and many is not None
     assert many.num_bytes(torch.float32) / few.num_bytes(torch.float32) == 33 / 9
     message = r"9\.00 GiB of it for the recurrent states of all rows\); .* page_size, or max_num_seqs"

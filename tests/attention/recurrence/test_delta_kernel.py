@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,6 +93,25 @@ def test_a_round_of_the_token_kernel_and_of_other_tilings(
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
     monkeypatch.setattr(delta_kernel, "ONE_CHUNK", False)
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("vector", [False, True])
+def test_in_order_one_kernel_serves_every_row(vector: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [(9, 1, 12, 7, 1), (20, 4, 0, 0, 18), (3, 5, 5, 2, 1)]
+    torch.manual_seed(3)
+    case = delta_case(34, (1, 1), (16, 16), vector, ring_size=21) | {"in_order": True}
+    right = partial(_unordered, oracle.gated_delta)
+    for name in ("launch_delta_short", "launch_chunks"):
+        monkeypatch.delattr(delta_kernel, name)
+    tilings = []
+    own = tokens_kernel.state_tiling
+    monkeypatch.setattr(tokens_kernel, "state_tiling", lambda *given: tilings.append(given[0]) or own(*given))
+    checked(gated_delta, right, case, StateRows.of(lengths), 1e-6, 1e-6)
+    assert tilings == [0]  # whatever the number of rows
+
+
+def _unordered(rule: Any, in_order: bool, **given: Any) -> torch.Tensor:
+    return rule(**given)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def _normal(x: torch.Tensor) -> torch.Tensor:
     return x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def delta_case(vector: bool) -> Case:
+def delta_case(vector: bool, in_order: bool = False) -> Case:
     heads_k, heads_v, dim_k, dim_v = 2, 4, 6, 5
 
     def inputs(n: int) -> tuple[torch.Tensor, ...]:
@@ -65,7 +65,7 @@ def delta_case(vector: bool) -> Case:
         return q, k, torch.randn(n, heads_v, dim_v), -F.softplus(torch.randn(gate)), torch.rand(n, heads_v)
 
     def call(given: Any, state: Any, rows: StateRows) -> torch.Tensor:
-        return reference.gated_delta(*given, 0.4, True, state.state, state.ring, rows)
+        return reference.gated_delta(*given, 0.4, True, state.state, state.ring, rows, in_order)
 
     def loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         q, k = (_normal(x).repeat_interleave(heads_v // heads_k, 1) for x in (q, k))
@@ -80,7 +80,7 @@ def delta_case(vector: bool) -> Case:
     return Case(DeltaSpec(heads_k, heads_v, dim_k, dim_v, vector), inputs, call, loop)
 
 
-def ssd_case() -> Case:
+def ssd_case(in_order: bool = False) -> Case:
     heads, width, groups, states = 4, 3, 2, 5
     decay, skip = -torch.rand(heads) - 0.1, torch.randn(heads)
 
@@ -90,7 +90,7 @@ def ssd_case() -> Case:
 
     def call(given: Any, state: Any, rows: StateRows) -> torch.Tensor:
         x, dt, b, c = given
-        return reference.ssd_scan(x, dt, decay, b, c, skip, state.state, state.ring, rows)
+        return reference.ssd_scan(x, dt, decay, b, c, skip, state.state, state.ring, rows, in_order)
 
     def loop(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         b, c = (each.repeat_interleave(heads // groups, 1) for each in (b, c))
@@ -147,6 +147,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "selective": scan_case,
     "conv of 4": lambda: conv_case(4, True),
     "conv of 1": lambda: conv_case(1, False),
+    "conv without silu": lambda: conv_case(4, False),
+    "delta in order": lambda: delta_case(False, True),
+    "delta in order, vector gate": lambda: delta_case(True, True),
+    "ssd in order": lambda: ssd_case(True),
 }
 
 
@@ -190,4 +194,34 @@ def test_ragged_rounds_with_rejected_drafts_are_right(name: str) -> None:
             folded[row], start[row] = a + more if new else folded[row], a + more + good
             put_off += not new
     assert not any(torch.isnan(tensor).any() for tensor in tensors_of(state))
-    assert (put_off > 5) == (name == "delta")
+    assert (put_off > 5) == (name in ("delta", "delta in order"))
+
+
+IN_ORDER = ["delta in order", "delta in order, vector gate", "ssd in order", "selective", "conv without silu"]
+
+
+@pytest.mark.parametrize("name", [*IN_ORDER, "delta", "ssd"])
+def test_in_order_a_row_has_the_same_bits_however_it_is_cut_and_beside_others(name: str) -> None:
+    """Read at once; in pieces beside another row; with drafts, some of them rejected. In chunks the bits differ."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    rule = FoldRule.every_launch(K)
+    group = StateGroup((case.spec,), 4, K, in_order=True)
+    assert group.rule == rule
+    row, other = case.inputs(70), case.inputs(70)
+    (state,) = allocate_states(group, torch.float32, CPU)
+    whole = case.call(row, state, rows_of([0], [70], [70], [0], [1], rule))
+    pieces, start, replay = [], 0, 0
+    launches = [(20, 0), (1, 0), (34, 0), (1, 2), (1, 0), (1, 3), (1, 1)]  # new tokens, and accepted drafts after them
+    for turn, (new, accepted) in enumerate(launches):
+        drafts = K if start >= 55 else 0
+        own = [x[start : start + new + drafts].clone() for x in row]
+        for x in own:
+            x[new + accepted :] = 0.7
+        # Slots 1 and 2 keep states; the other row begins anew in each launch.
+        beside = 1 + 9 * turn
+        rows = rows_of([start, 0], [new + drafts, beside], [new, beside], [replay, 0], [2, 3], rule)
+        out = case.call([torch.cat([x, y[:beside]]) for x, y in zip(own, other, strict=True)], state, rows)
+        pieces.append(out[: new + accepted])
+        start, replay = start + new + accepted, accepted
+    assert torch.equal(torch.cat(pieces), whole[:start]) == (name in IN_ORDER)

@@ -45,7 +45,7 @@ def test_drafts_from_graphs(
         attention.recurrence.runner,
         attention.recurrence.functions,
     ):
-        monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
+        monkeypatch.setattr(module, "recurrences_of", lambda *_: replace(REFERENCE, capturable=True))
     case = tiny_case("nemotron_h", context=0.02)
     noise = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
     case.tensors["mtp.layers.0.eh_proj.weight"].copy_(torch.cat([torch.eye(32), 0.2 * noise], dim=1))

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"max_num_batched_tokens": 48, "max_model_len": 128}
 def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference may stand in graphs that are launches."""
     for module in (attention.recurrence.runner, attention.recurrence.functions):
-        monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
+        monkeypatch.setattr(module, "recurrences_of", lambda *_: replace(REFERENCE, capturable=True))
 
 
 def with_graphs(name: str, drafts: int, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:

@@ -101,7 +101,7 @@ def test_few_drafts_show_a_wrong_replay_as_well(drafts: int) -> None:
 @pytest.mark.parametrize("defect", [d for d in DEFECTS if d != "wrong slot"])
 @pytest.mark.cases(1)
 def test_the_small_copy_shows_it_too(defect: str, every_self_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attention.recurrence.runner.recurrences_of", lambda device: DEFECTS[defect])
+    monkeypatch.setattr("attention.recurrence.runner.recurrences_of", lambda *_: DEFECTS[defect])
     with pytest.raises(UnsupportedModelError, match="a small copy of it"):
         wrap(tiny_hybrid("qwen3_next"), max_model_len=128)
 
