@@ -8,7 +8,7 @@ judged apart from those before it. Attention counts as one operator.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -118,24 +118,28 @@ def diverge(model: Any, texts: list[str]) -> Json:
     rows = replace(rows, ids=[torch.from_numpy(row).to(whole.device) for row in ids])
     watch = _Watch(rows)
     form = served = None
+    settings: Any = nullcontext()
     values: list[Value] = [
         (target, "steps", None),
         (target.runner, "attend", partial(watch.run, target.runner, target.runner.attend)),
     ]
     if model.graphs == "on":
-        from specdec.compiler.compiling import compiled, for_any_batch
+        from specdec.compiler.compiling import compiled, compiler_settings, for_any_batch
 
         invariant = target.runner.batch_invariant
+        settings = compiler_settings(invariant)
         form, served = (for_any_batch(each, invariant) for each in (whole, compiled(whole)))
         alone = (module for module in whole.modules() if not [*module.children()])
         values += [(module, "forward", compiled(module.forward)) for module in alone]
     call = nn.Module.__call__
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # of a module that calls others without having them
+            return call(module, *args, **kwargs)
         return watch.run(module, call, module, *args, **kwargs)
 
     # Logits that differ beyond all modules end the first test; the second one reports them.
-    with suppress(UnsupportedModelError), patch.object(nn.Module, "__call__", called), borrowed(values):
+    with suppress(UnsupportedModelError), patch.object(nn.Module, "__call__", called), borrowed(values), settings:
         invariance_test(target, form, watch)
     found = [watch.found[key] for key in watch.kept if key in watch.found]
     logits = ""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from fakes import TINY, enlarge, tiny_llama, wrap
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 import evals.lossless.diverge as module
@@ -22,6 +23,7 @@ from evals.data.datasets import load
 from evals.lossless.diverge import diverge
 from evals.report.terminal import template
 from specdec.model import SpeculativeModel
+from specdec.ops.packed_weight import PackedWeight
 
 TEXTS = ["Tom has 3 boxes", "and a longer text of a few words", "x"]
 OPTIONS: dict[str, Any] = {"backend": "batch_invariant", "kv_cache_tokens": 1200}
@@ -220,6 +222,32 @@ def test_with_graphs_modules_are_compiled_alone(compiled: list[Any], monkeypatch
     norm.forward = of_few(norm.forward, 3)
     (only,) = diverge(model, TEXTS)["operators"]
     assert only["name"] == "model.layers.1.input_layernorm" and only["tokens"] == 1
+
+
+def test_leaves_are_really_compiled_and_may_call_modules_that_they_do_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twelve sizes of one kind of layer, more than the compiler takes by default; a norm calls an activation."""
+    model = invariant()
+    monkeypatch.setattr(model, "graphs", "on")
+    for number, layer in enumerate(model.hf_model.model.layers):
+        layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj = (
+            torch.nn.Linear(*sizes, bias=number % 2 == 0).requires_grad_(False)
+            for sizes in ((32, 40 + number), (32, 40 + number), (40 + number, 32))
+        )
+    norm, act = model.hf_model.model.norm, ACT2FN["silu"]
+    right = norm.forward
+    norm.forward = lambda x: right(x) + 0 * act(x)
+    packed = [module for module in model.hf_model.modules() if type(getattr(module, "weight", None)) is PackedWeight]
+
+    def compiled(function: Any) -> Any:
+        if function is model.hf_model or getattr(function, "__self__", None) in packed:
+            return function
+        return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+
+    monkeypatch.setattr(specdec.compiler.compiling, "compiled", compiled)
+    torch._dynamo.reset()
+    assert all(".mlp." in each["name"] for each in diverge(model, TEXTS)["operators"])  # plain layers
 
 
 def test_a_model_that_the_self_test_refuses_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
