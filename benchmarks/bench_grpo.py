@@ -62,7 +62,7 @@ def own_log_probs(model: Any, ids: Tensor, mask: Tensor, count: int) -> Tensor:
 def main(name: str, steps: int, device: str, dtype: str, new: int, out: Path | None) -> None:
     path = builtin_path(name)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    model.to(device).gradient_checkpointing_enable()
+    model.to(device)
     options: dict[str, Any] = {"num_speculative_tokens": 4, "max_num_seqs": 48, "backend": "batch_invariant"}
     if device == "cuda":
         options["cuda_graphs"] = True
@@ -72,6 +72,7 @@ def main(name: str, steps: int, device: str, dtype: str, new: int, out: Path | N
     seconds, largest, rewards = defaultdict[str, list[float]](list), {"without": 0.0, "with": 0.0}, []
     with SpeculativeModel.from_pretrained(model, "auto", tokenizer=tokenizer, **options) as wrapped:
         policy = specdec.invariant(wrapped)
+        model.gradient_checkpointing_enable()
         for _ in range(steps):
             began = time.perf_counter()
 

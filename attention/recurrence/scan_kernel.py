@@ -27,8 +27,11 @@ _BLOCK, _WARPS = 32, 4
 
 @triton.jit
 def taken_in(S, x, dt, A, B):  # type: ignore[no-untyped-def]
-    """The state S [C, N] after a token, all float32: A [C, N], x, dt [C, 1], B [1, N]."""
-    return S * tl.exp(dt * A) + (dt * x) * B
+    """The state S [C, N] after a token, all float32: A [C, N], x, dt [C, 1], B [1, N].
+
+    By fma, because the compiler could fuse either product with the sum, and in replayed tokens the other one.
+    """
+    return tl.fma(S, tl.exp(dt * A), (dt * x) * B)
 
 
 @triton.jit(do_not_specialize=["total_tokens"])

@@ -46,7 +46,8 @@ def absorbed(S, k, v, g, beta, NORMALIZE: constexpr, DELTA: constexpr):  # type:
         S = S * tl.exp(g)
         return S + (beta * (v - times(S, k) * inverse) * inverse) * k
     else:  # noqa: RET505 - one of the two is compiled
-        return S * tl.exp(g * beta) + (beta * v) * k
+        kept = tl.broadcast_to(tl.exp(g * beta), S.shape)
+        return tl.fma(S, kept, (beta * v) * k)  # see `scan_kernel.taken_in`
 
 
 @triton.jit

@@ -144,11 +144,19 @@ def _of_tokens(own: AskingRows, decision: Decision) -> Tensor:
 
 
 def _described(found: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """[r, W] as `of_notes` reads them. found: [r, V] log-probabilities; tokens: [r, 1]; most: alternatives."""
+    """[r, W] as `of_notes` reads them. found: [r, V] log-probabilities; tokens: [r, 1]; most: alternatives.
+
+    Of equal ones the smaller id comes first: `topk` chooses by how many are asked for, which other rows decide.
+    """
     value = found.gather(1, tokens)
-    top = found.topk(min(most, found.shape[1]), dim=1)
     rank = (found > value).sum(1, keepdim=True)
-    return torch.cat([value, rank.float(), top.indices.float(), top.values], 1)
+    size = found.shape[1]
+    top = tokens[:, :0]
+    if most:
+        # The bits of numbers of one sign are in their order.
+        order = found.abs().view(torch.int32).long() << 32 | torch.arange(size, device=found.device)
+        top = order.topk(min(most, size), dim=1, largest=False).values & 2**32 - 1
+    return torch.cat([value, rank.float(), top.float(), found.gather(1, top)], 1)
 
 
 def _whole_row(own: WholeRows, decision: Decision) -> Tensor:

@@ -19,8 +19,8 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities (natural logarithm) at the position of one token.
 
     token_id: the token. logprob: its own. rank: tokens that are more probable. top: the most probable tokens, each
-        (token id, log-probability), the requested number, the most probable first; of equal ones any, the token
-        itself perhaps not.
+        (token id, log-probability), the requested number, the most probable first, of equal ones the smaller id; the
+        token itself perhaps not.
     """
 
     token_id: int

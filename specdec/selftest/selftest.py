@@ -51,6 +51,9 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torc
 _EIGHT_BIT_TOLERANCE = 0.5
 """The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; errors by clipped values exceed
 it."""
+_ROUTED_TOLERANCE = 0.5
+"""The same of a compiled mixture in half precision, whose choices of experts cannot be given to the eager forward:
+rounding decides many of 512. Qwen3-Next with random weights: 0.26."""
 _ROUNDED_TOLERANCE = 0.1
 """The same of a model whose layers round their activations to 8 bits: a value between two steps goes to either by an
 error of 1e-7, and so do those that are computed from it. Measured: 0.004 to 0.009 (tests/public/test_quantised.py)."""
@@ -265,7 +268,8 @@ def invariance_test(target: Target, model: Function | None = None, rows: Any = N
     whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
     right = whole if model is None else read_eager(target.hf_model, rows.ids)
     error = _largest([_error(*pair) for pair in zip(whole, right, strict=True)])
-    if not error <= _TOLERANCE[target.hf_model.dtype]:  # "not <=": NaN is an error, too
+    mixes = target.hf_model.dtype in HALF and has_mixtures(target.hf_model)
+    if not error <= (_ROUTED_TOLERANCE if mixes else _TOLERANCE[target.hf_model.dtype]):  # "not <=": NaN is one, too
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
         )

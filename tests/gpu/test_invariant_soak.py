@@ -71,11 +71,18 @@ def test_eight_threads(kind: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = dict(zip(numbers, pool.map(ask, numbers), strict=True))
     wrong = [n for n in range(REQUESTS) if found[n] != right[n]]
-    assert not wrong, [(n, asked(n)) for n in wrong[:3]]
+    assert not wrong, [(n, OPTIONS[n % len(OPTIONS)], *differing(found[n], right[n])) for n in wrong]
     stats = many.engine_stats
     assert stats.preemptions > 0 and stats.rounds > 0
     many.close()
     other.close()
+
+
+def differing(found: Any, right: Any) -> list[Any]:
+    """The first place of each part that differs, and what is there."""
+    parts = zip(("tokens", "logprobs", "prompt"), found, right, strict=True)
+    pairs = [(name, zip(own or (), other or (), strict=False)) for name, own, other in parts if own != other]
+    return [next(((name, i, a, b) for i, (a, b) in enumerate(each) if a != b), name) for name, each in pairs]
 
 
 def moved(source: SpeculativeModel, target: SpeculativeModel, ids: list[int], params: SamplingParams) -> Completion:

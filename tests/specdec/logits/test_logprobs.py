@@ -185,3 +185,24 @@ def test_they_do_not_move_to_another_engine() -> None:
     engine = engine_with(0, False, RoundExtra())
     with pytest.raises(HandoffMismatchError, match="logprobs"):
         moving_requests(engine).check_leaving(Leaving(PROMPTS[0], SamplingParams(logprobs=1), 0, (), 1.0))
+
+
+def test_of_equal_log_probabilities_the_smaller_id_comes_first_whatever_others_ask_for() -> None:
+    """`topk` alone chooses among equal ones by the largest number that a row of the batch asks for."""
+    model = tiny_llama()
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight[20:60] = weight[20:30].repeat(4, 1)  # every one of ten is there four times
+    with wrap(model, backend="batch_invariant", kv_cache_tokens=1200) as wrapped:
+        alone = [wrapped.generate([p], SamplingParams(NEW, logprobs=3, prompt_logprobs=3))[0] for p in PROMPTS]
+        asked = [SamplingParams(NEW, logprobs=count, prompt_logprobs=count) for count in (3, VOCAB, 3, 9)]
+        together = wrapped.generate([*PROMPTS[:1], *PROMPTS[:3]], asked)
+    compared = 0
+    for own, other, params in zip([alone[0], *alone], together, asked, strict=False):
+        of_prompts = zip(own.prompt_logprobs or (), other.prompt_logprobs or (), strict=True)
+        pairs = [*zip(own.logprobs or (), other.logprobs or (), strict=True), *of_prompts]
+        for left, right in [(a, b) for a, b in pairs if a is not None]:
+            assert left.top == right.top[:3], params
+            assert list(right.top) == sorted(right.top, key=lambda each: (-each[1], each[0]))
+            compared += len({value for _, value in right.top}) < len(right.top)
+    assert compared > 20
