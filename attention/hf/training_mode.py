@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.errors import SpecdecError
-from attention.hf.patches import borrowed
+from attention.hf.patches import Value, borrowed
 
 _SWITCH = re.compile("drop|jitter|noise|checkpointing")
 """Parts of names of attributes without which training mode changes nothing."""
@@ -71,7 +72,7 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     mode = root.training
     looked_at = [own.place() for own in modules if own.computes_otherwise]
     switched = [module for module in looked_at if module is not None]
-    with borrowed((module, "training", False) for module in switched):
+    with borrowed([*((module, "training", False) for module in switched), *_without_grads(root)]):
         yield
         if any(own.computes_otherwise for own in modules):
             raise SpecdecError(
@@ -81,6 +82,18 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     if root.training != mode:
         for module in switched:
             module.training = root.training
+
+
+def _without_grads(root: Any) -> Iterator[Value]:
+    """The embeddings' hooks without those of gradient checkpointing, which compiled code could not contain.
+
+    Source: huggingface/transformers, modeling_utils.py, `enable_input_require_grads`.
+    """
+    for handle in getattr(root, "_require_grads_hooks", ()):
+        for module in root.modules():
+            if (hooks := module._forward_hooks) is handle.hooks_dict_ref():
+                kept = OrderedDict((key, hook) for key, hook in hooks.items() if key != handle.id)
+                yield module, "_forward_hooks", kept
 
 
 @functools.cache

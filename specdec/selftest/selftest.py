@@ -265,6 +265,8 @@ def invariance_test(target: Target, model: Function | None = None, rows: Any = N
         rows = DummyRows.of(target, ends)
     none = np.zeros_like(ends)
     everyone = range(len(ends))
+    if model is not None and not given:  # compiled here, by tokens as many in any engine: kernels are chosen by them
+        rows.read_by_row(ReadPiece(none, _PROMPT_LENS, everyone), model)
     whole = rows.read_by_row(ReadPiece(none, ends, everyone), model)
     right = whole if model is None else read_eager(target.hf_model, rows.ids)
     error = _largest([_error(*pair) for pair in zip(whole, right, strict=True)])

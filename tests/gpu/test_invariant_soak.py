@@ -52,7 +52,7 @@ def test_eight_threads(kind: str) -> None:
     alone = loaded("batch_invariant", torch.bfloat16, 0, 1, 512, kind, sampling="keyed")
     right = [bits(alone.generate(prompt(n), asked(n))[0]) for n in range(REQUESTS)]
     alone.close()
-    caches: dict[str, Any] = {"kv_cache_tokens": 1600}
+    caches: dict[str, Any] = {"kv_cache_tokens": 800}
     if kind != "qwen3_next":
         caches["enable_prefix_caching"] = True
     many = loaded("batch_invariant", torch.bfloat16, 5, 12, 200, kind, sampling="keyed", **caches)

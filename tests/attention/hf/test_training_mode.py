@@ -70,6 +70,21 @@ def test_classes_of_others_count() -> None:
     assert model[1].training and model[2].training
 
 
+def test_embeddings_that_are_to_require_gradients_do_not_in_a_forward_of_ours() -> None:
+    """Gradient checkpointing's hook; another hook stays, and afterwards both are there."""
+    model, seen = tiny_llama(), []
+    embedding = model.get_input_embeddings()
+    embedding.requires_grad_(False)
+    model.enable_input_require_grads()
+    embedding.register_forward_hook(lambda *_: seen.append(1))
+    hooks = embedding._forward_hooks
+    with evaluating(model, trainable_modules(model)):
+        assert not embedding(torch.tensor([1])).requires_grad and seen == [1]
+    assert embedding._forward_hooks is hooks and len(hooks) == 2 and embedding(torch.tensor([1])).requires_grad
+    model.disable_input_require_grads()
+    assert len(hooks) == 1 and not embedding(torch.tensor([1])).requires_grad
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, opt, tiny_llama])
 @pytest.mark.cases(1)
