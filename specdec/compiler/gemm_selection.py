@@ -189,11 +189,20 @@ Alike = Callable[[Matmul, Tensor], Callable[[Algorithm], bool]]
 def sums_alike(matmul: Matmul, weight: Tensor) -> Callable[[Algorithm], bool]:
     """Whether an algorithm gives the bits of the batch-invariant kernel: then it adds up products in the same order.
 
-    Compared by numbers of very different sizes, whose sums another order would round otherwise in many places.
+    Compared by numbers of which the large ones cancel out, in columns in random order. What is left has the rounding
+    errors of every partial sum in its upper bits, so another order shows in a single number of the smallest product.
     """
     generator = torch.Generator(weight.device).manual_seed(0)  # the user's own stays as it is
-    numbers = torch.randn((2, matmul.shape.tokens, weight.shape[1]), generator=generator, device=weight.device)
-    x = (numbers[0] * (2 * numbers[1]).exp()).to(weight.dtype)
+    tokens, width = matmul.shape.tokens, weight.shape[1]
+    x, weight = (
+        torch.randn((rows, width), generator=generator, device=weight.device, dtype=weight.dtype)
+        for rows in (tokens, weight.shape[0])
+    )
+    large, opposite = torch.randperm(width, generator=generator, device=weight.device)[: width // 4 * 2].chunk(2)
+    x *= 2**-9
+    x[:, large] *= 2**17
+    x[:, opposite] = -x[:, large]
+    weight[:, opposite] = weight[:, large]
     right = invariant_product(x, weight)
 
     def is_alike(algorithm: Algorithm) -> bool:

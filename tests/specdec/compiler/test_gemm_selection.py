@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from specdec.compiler import gemm_selection
-from specdec.compiler.gemm_selection import ChoiceStore, choose, choose_products, invariant_product, wanted_products
+from specdec.compiler.gemm_selection import (
+    ChoiceStore,
+    choose,
+    choose_products,
+    invariant_product,
+    sums_alike,
+    wanted_products,
+)
 from specdec.ops.gemm import Algorithm, Launch, ProductShape, chosen_launch, forget, library_of, use
 from specdec.ops.linear import few_tokens_linear, usual_product
 
@@ -185,3 +194,27 @@ def test_nothing_chosen_is_used_on_a_cpu(table: None) -> None:
     use(torch.device("cpu"), ProductShape(torch.bfloat16, 32, 64, 24), refuse)
     x, weight = torch.randn(24, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     assert torch.equal(few_tokens_linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width", "tokens"), [(64, 64, 1), (8, 30, 2), (64, 512, 1)])
+def test_another_order_of_sums_is_seen_in_a_small_product(
+    rows: int, width: int, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random numbers would show it in few of them: two of a tiny model's products could agree by luck."""
+
+    def summed(order: list[int], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x), len(weight))
+        for column in order:
+            total += x.float()[:, column, None] * weight.float()[:, column]
+        assert total.isfinite().all() and total.abs().max() < 60_000
+        return total.to(dtype)
+
+    forwards = list(range(width))
+    monkeypatch.setattr(gemm_selection, "invariant_product", partial(summed, forwards))
+    shape = ProductShape(dtype, rows, width, tokens)
+    matmul: Any = SimpleNamespace(shape=shape, launcher=lambda order: partial(summed, order))
+    is_alike: Any = sums_alike(matmul, torch.randn(rows, width).to(dtype))
+    assert is_alike(forwards)
+    halves = [*forwards[width // 2 :], *forwards[: width // 2]]
+    assert not is_alike(forwards[::-1]) and not is_alike(halves) and not is_alike(forwards[::2] + forwards[1::2])
