@@ -300,7 +300,7 @@ def half() -> Iterator[str]:
 def _invariant_turns() -> list[tuple[tuple[str, int], list[Any]]]:
     """Steps by shape and K, in the order of rows."""
     found: dict[tuple[str, int], list[Any]] = {}
-    for line in lines("turns-h200-2026-12-01-invariant.jsonl"):
+    for line in [*lines("turns-h200-2026-12-01-invariant.jsonl"), *lines("turns-h200-2026-12-01-invariant-b.jsonl")]:
         if line["of"].startswith("a step of"):
             found.setdefault((line["shape"], line["drafts"]), []).append(line)
     return list(found.items())
@@ -344,13 +344,21 @@ def readme() -> Iterator[str]:
 def exactness() -> Iterator[str]:
     for (shape, drafts), steps in _invariant_turns():
         ratios = ", ".join(f"{line['ratio']:.3f}" for line in steps)
-        assert max(line["ratio"] for line in steps) < 1.0555 or shape.startswith("deepseek")
-        yield {0: f"a step without drafts | {ratios} |", 5: f"K = 5 | {ratios} |"}.get(
-            drafts, f"to 32 rows | {ratios} |"
-        )
+        assert max(line["ratio"] for line in steps) < 1.0655 or shape.startswith("deepseek")
+        what = f"K = {drafts}" if drafts else "a step without drafts"
+        yield f"{what if shape == 'llama-3.1-8b' else 'to 32 rows'} | {ratios} |"
+    longer = {
+        (line["shape"][:5], line["of"]): line["ratio"] for line in lines("turns-h200-2026-12-01-invariant-b.jsonl")
+    }
+    yield f"4,096 tokens | {longer['llama', 'the first token of a prompt of 4096']:.3f} |"
+    reading = [longer["qwen3", f"reading {rows} prompts of 256"] for rows in (1, 8, 32)]
+    yield f"reading prompts of 256 tokens | {', '.join(f'{ratio:.3f}' for ratio in reading)} |"
+    outcomes = {(line["type"], line["outcome"]) for line in lines("invariant-types-h200-2026-12-01.jsonl")}
+    yield f"Tiny models of {sum(outcome == 'same' for _, outcome in outcomes)} types had the same bits"
+    assert [name for name, outcome in outcomes if outcome == "DIFFERS"] == ["mamba2"]
     for line in lines("invariant-bits-h200-2026-12-01.jsonl"):
         assert (line["requests"], line["differing"]) == (200, 0)
-    yield "Of 200 requests to each of the two mixtures, greedy and keyed, none had another token"
+    yield "Of 200 requests to each of these three mixtures, greedy and keyed, none had another token"
     price = {row["dtype"]: row["results"] for row in lines("invariant-cpu-2026-11-30.jsonl") if "results" in row}
     for dtype, results in price.items():
         more = [f"{100 * (each['ratio'] - 1):.0f}" for each in results]
