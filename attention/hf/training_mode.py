@@ -72,7 +72,8 @@ def evaluating(root: nn.Module, modules: tuple[Trainable, ...]) -> Iterator[None
     mode = root.training
     looked_at = [own.place() for own in modules if own.computes_otherwise]
     switched = [module for module in looked_at if module is not None]
-    with borrowed([*((module, "training", False) for module in switched), *_without_grads(root)]):
+    hooked = _without_grads(root) if getattr(root, "_require_grads_hooks", ()) else ()
+    with borrowed([*((module, "training", False) for module in switched), *hooked]):
         yield
         if any(own.computes_otherwise for own in modules):
             raise SpecdecError(
@@ -89,7 +90,7 @@ def _without_grads(root: Any) -> Iterator[Value]:
 
     Source: huggingface/transformers, modeling_utils.py, `enable_input_require_grads`.
     """
-    for handle in getattr(root, "_require_grads_hooks", ()):
+    for handle in root._require_grads_hooks:
         for module in root.modules():
             if (hooks := module._forward_hooks) is handle.hooks_dict_ref():
                 kept = OrderedDict((key, hook) for key, hook in hooks.items() if key != handle.id)
