@@ -77,7 +77,7 @@ def _empty(layer: nn.Linear, x: Tensor) -> Tensor:
 def _multiplies(func: Any, args: Any) -> bool:
     """Whether it is a product with a matrix; those of two tensors with more dimensions are rotary embeddings', which
     sum nothing."""
-    return func is torch.ops.aten.matmul.default and 2 in (args[0].ndim, args[1].ndim)
+    return func is torch.ops.aten.matmul.default and min(args[0].ndim, args[1].ndim) == 2
 
 
 def _run_evenly(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class _Even(TorchDispatchMode):
             left, right = args
             if right.ndim == 2:
                 return filled_linear(left, right.t().contiguous())
-            return filled_linear(right.transpose(1, 2), left).transpose(1, 2)
+            return filled_linear(right.mT, left).mT
         if func.overloadpacket.__name__ in _ELEMENTWISE:
             return _evenly(lambda x: func(x, *args[1:], **kwargs or {}), args[0])
         return func(*args, **kwargs or {})
