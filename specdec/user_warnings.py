@@ -18,7 +18,7 @@ _OURS = ("attention", "drafters", "specdec")
 _BUSY = 0.75
 """Share of the cores in use from which more than one thread is a hindrance."""
 _BETWEEN = (contextlib.__file__, f"{os.sep}torch{os.sep}utils{os.sep}_contextlib.py")
-"""Files of decorators that stand between two functions of ours."""
+"""Files of decorators that stand between two functions of specdec."""
 _IMPORTING = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 """Files of the import statement, whose frames `warnings.warn` does not count."""
 

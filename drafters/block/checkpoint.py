@@ -89,7 +89,7 @@ def export_block(
     """Write a head in another project's layout, without copies of its target's tensors; returns the folder.
 
     The files are resolved again before they are written, which shows what the layout has no place for. Temperatures of
-    a confidence head, a key of ours, are left out.
+    a confidence head, specdec's own key, are left out.
 
     Args:
         layout: "z-lab", which SGLang reads, too, or "speculators", which vLLM reads.

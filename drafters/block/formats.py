@@ -271,7 +271,7 @@ def _markov(config: Config, shapes: Shapes) -> list[ResolvedField]:
 
 
 def _confidence(config: Config, shapes: Shapes) -> ResolvedFields:
-    """The confidence head's input and temperatures; these are a key of ours."""
+    """The confidence head's input and temperatures; these are specdec's own key."""
     found = by_presence(config, shapes, "confidence", _CONFIDENCE, "enable_confidence_head")
     tokens = read(config, "confidence_head_with_markov", bool, default=False).value
     kind = None if not found.value else "outputs and tokens" if tokens else "outputs"

@@ -267,7 +267,7 @@ def _own_quantizer(
     device: torch.device,
     group: Group,
 ) -> AbstractContextManager[None]:
-    """A context in which a target is loaded by a quantizer of ours, where transformers' own does not serve."""
+    """A context in which a target is loaded by specdec's own quantizer, where transformers' does not serve."""
     method = method_of(stored)
     if method in ("fp8", "mxfp4"):
         from specdec.wrapped.quantised_layers import loaded_by, own_quantizer
